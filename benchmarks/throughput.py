@@ -38,7 +38,7 @@ from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.core.redact import redact
 from fp8_suite.data.demo import TOKENIZER_DIR, read_demo
 from fp8_suite.training.config import Config, config_from_dict
-from fp8_suite.training.estimate.sizes import resolve_auto
+from fp8_suite.training.estimate.sizes import with_sizes
 from fp8_suite.training.launch import require_inputs
 
 PROG = "python -m benchmarks.throughput"
@@ -105,7 +105,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
 def measure(argv: list[str]) -> int:
     """Run all repeats. Returns 0, or the exit code of the first failed run."""
     arguments, given = parse(argv)
-    optim = resolve_auto(config_from_dict(given), arguments.gpus).optim  # `auto` may choose another split
+    optim = with_sizes(config_from_dict(given), arguments.gpus).optim  # `auto` may choose another split
     accumulation = optim.gradient_accumulation_steps
     interval, profiled, uncounted = schedule(accumulation, arguments.profile)
     steps = uncounted + COUNTED * interval if arguments.steps is None else arguments.steps

@@ -15,45 +15,46 @@ class Gpu(NamedTuple):
     memory_bandwidth: float | None = None  # bytes/s
     link_bandwidth: float | None = None  # bytes/s to the other GPUs of a node, one direction
     architecture: str | None = None  # name used by `core.recipes`
+    card_gb: int | None = None  # memory by which the card is known, in NVIDIA's GB
 
 
-def _gpu(
-    bf16: float, fp8: float | None, gb: float, memory_tbs: float, link_gbs: float, architecture: str
-) -> Gpu:
-    return Gpu(bf16, fp8, gb, memory_tbs * 1e12, link_gbs * 1e9, architecture)
+def _gpu(bf16: float, fp8: float | None, memory: tuple[int, float, float], link_gbs: float, chip: str) -> Gpu:
+    """Make an entry from its memory: (GB by which the card is known, GB, TB/s)."""
+    card_gb, gb, tbs = memory
+    return Gpu(bf16, fp8, gb, tbs * 1e12, link_gbs * 1e9, chip, card_gb)
 
 
 # A key matches if CUDA's device name contains all its words. The first match wins, so variants come before
 # the plain name. Peaks with sparsity are halved, and so are bandwidths of NVLink and PCIe, for one direction.
 # The H200's memory is what CUDA reports; all other values are from NVIDIA's datasheets.
 GPUS: dict[str, Gpu] = {
-    "A100": _gpu(312, None, 85.1, 2.04, 300, "Ampere"),  # NVIDIA A100 datasheet; SXM, 80 GB
+    "A100": _gpu(312, None, (80, 85.1, 2.04), 300, "Ampere"),  # NVIDIA A100 datasheet; SXM, 80 GB
     "A800": Gpu(312, None),  # an A100 with slower NVLink
     "H100 PCIe": Gpu(756, 1513),  # NVIDIA H100 datasheet, PCIe column
-    "H100 NVL": _gpu(835, 1671, 100.0, 3.9, 300, "Hopper"),  # NVIDIA H100 NVL datasheet, per GPU
+    "H100 NVL": _gpu(835, 1671, (94, 100.0, 3.9), 300, "Hopper"),  # NVIDIA H100 NVL datasheet, per GPU
     # NVIDIA H100 datasheet, SXM column; "NVIDIA H100 80GB HBM3"
-    "H100": _gpu(989, 1979, 85.1, 3.35, 450, "Hopper"),
+    "H100": _gpu(989, 1979, (80, 85.1, 3.35), 450, "Hopper"),
     "H800 PCIe": Gpu(756, 1513),  # an H100 PCIe with slower NVLink
     "H800": Gpu(989, 1979),  # an H100 SXM with slower NVLink
     "H200 NVL": Gpu(835, 1671),  # NVIDIA H200 datasheet, NVL column
-    "H200": _gpu(989, 1979, 150.1, 4.8, 450, "Hopper"),  # NVIDIA H200 datasheet, SXM column
-    "GH200": _gpu(989, 1979, 150.1, 4.9, 450, "Hopper"),  # NVIDIA GH200 datasheet, 144 GB HBM3e
+    "H200": _gpu(989, 1979, (141, 150.1, 4.8), 450, "Hopper"),  # NVIDIA H200 datasheet, SXM column
+    "GH200": _gpu(989, 1979, (144, 150.1, 4.9), 450, "Hopper"),  # NVIDIA GH200 datasheet, 144 GB HBM3e
     "H20": Gpu(148, 296),  # NVIDIA H20 product brief
     "B100": Gpu(1750, 3500),  # NVIDIA Blackwell architecture brief, HGX B100 / 8
-    "B200": _gpu(2250, 4500, 191.0, 8.0, 900, "Blackwell"),  # same brief, HGX B200 / 8
-    "GB200": _gpu(2500, 5000, 198.0, 8.0, 900, "Blackwell"),  # NVIDIA GB200 NVL72 datasheet / 72
-    "B300": _gpu(2250, 4500, 288.0, 8.0, 900, "Blackwell"),  # NVIDIA HGX B300 datasheet / 8
+    "B200": _gpu(2250, 4500, (180, 191.0, 8.0), 900, "Blackwell"),  # same brief, HGX B200 / 8
+    "GB200": _gpu(2500, 5000, (186, 198.0, 8.0), 900, "Blackwell"),  # NVIDIA GB200 NVL72 datasheet / 72
+    "B300": _gpu(2250, 4500, (288, 288.0, 8.0), 900, "Blackwell"),  # NVIDIA HGX B300 datasheet / 8
     "GB300": Gpu(2500, 5000),  # NVIDIA GB300 NVL72 datasheet / 72
     "L4": Gpu(121, 242),  # NVIDIA L4 datasheet
     "L40": Gpu(181, 362),  # NVIDIA L40 datasheet
-    "L40S": _gpu(362, 733, 47.7, 0.864, 32, "Ada"),  # NVIDIA L40S datasheet
+    "L40S": _gpu(362, 733, (48, 47.7, 0.864), 32, "Ada"),  # NVIDIA L40S datasheet
     "RTX 6000 Ada": Gpu(364, 728),  # NVIDIA Ada professional GPU architecture whitepaper
     "RTX PRO 6000 Max Q": Gpu(439, 878),  # NVIDIA RTX Blackwell PRO GPU architecture whitepaper
     "RTX PRO 6000": Gpu(504, 1008),  # NVIDIA RTX Blackwell PRO GPU architecture whitepaper
     # NVIDIA Ada GPU architecture whitepaper, appendix A
-    "RTX 4090": _gpu(165.2, 330.3, 25.3, 1.008, 32, "Ada"),
+    "RTX 4090": _gpu(165.2, 330.3, (24, 25.3, 1.008), 32, "Ada"),
     # NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A
-    "RTX 5090": _gpu(209.5, 419, 33.7, 1.792, 64, "RTX Blackwell"),
+    "RTX 5090": _gpu(209.5, 419, (32, 33.7, 1.792), 64, "RTX Blackwell"),
 }
 PLANNED = {name: gpu for name, gpu in GPUS.items() if gpu.memory_gb}  # GPUs with all values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from fp8_suite.benchmarks.plan.job import build_job
+from fp8_suite.benchmarks.plan.inputs import size_run
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.benchmarks.records.table import read_table
 from fp8_suite.benchmarks.report.tables import markdown
@@ -37,15 +37,15 @@ def gpu_of(run: RunRecord) -> Gpu | None:
     return planned_gpu(run.environment.get("gpu_name") or "CPU")
 
 
-def recorded_job(run: RunRecord, gpu: Gpu) -> TrainingSetup:
-    """Return the job of a run recorded on this GPU."""
+def recorded_setup(run: RunRecord, gpu: Gpu) -> TrainingSetup:
+    """Return the setup of a run recorded on this GPU."""
     known = all_settings()
     settings = {name: value for name, value in run.config.items() if name in known}
     if recomputes_as_before(run):
         settings |= {"gradient_checkpointing": False, "recompute": "full"}
     mode = {"sharding_mode": "auto"} if run.mode == "single" else {"sharding_mode": run.mode}
     cfg = config_from_dict(settings | mode)
-    return build_job(cfg, gpu=gpu, gpus=run.gpus, gpus_per_node=run.gpus)[0].chosen
+    return size_run(cfg, gpu=gpu, gpus=run.gpus, gpus_per_node=run.gpus).chosen
 
 
 def recomputes_as_before(run: RunRecord) -> bool:
@@ -73,13 +73,13 @@ def check_runs() -> tuple[list[Check], dict[str, list[str]]]:
             left_out.setdefault(reason, []).append(name)
             continue
         gpu, seconds = gpu_of(run), None
-        job = recorded_job(run, gpu)
+        setup = recorded_setup(run, gpu)
         comparable = "speed" not in run.remarks and not (recomputes_as_before(run) and run.config["use_te"])
         if comparable and (rate := run.value("tokens_per_second")):
-            predicted = sum(step_seconds(job, gpu).values())
-            seconds = (job.tokens * job.accumulation * job.gpus / rate, predicted)
+            predicted = sum(step_seconds(setup, gpu).values())
+            seconds = (setup.tokens * setup.accumulation * setup.gpus / rate, predicted)
         measured = run.summary["peak_memory_gb"] - run.remarks.get("held_before_gb", 0.0)
-        checks.append(Check(name, (measured, sum(peak(job).values()) / 1e9), seconds))
+        checks.append(Check(name, (measured, sum(peak(setup).values()) / 1e9), seconds))
     return checks, left_out
 
 
@@ -104,9 +104,9 @@ def summary_table(checks: list[Check]) -> str:
         studies.setdefault(check.name.rpartition("/")[0], []).append(check)
     headings = ["study", "runs", "peak: median error", "worst", "timed runs", "step: median error", "worst"]
     rows = []
-    for study, found in studies.items():
-        timed = [Check.error(check.seconds) for check in found if check.seconds]
-        peaks = [Check.error(check.memory) for check in found]
+    for study, checked in studies.items():
+        timed = [Check.error(check.seconds) for check in checked if check.seconds]
+        peaks = [Check.error(check.memory) for check in checked]
         rows.append([study, str(len(peaks)), *_extremes(peaks), str(len(timed)), *_extremes(timed)])
     return markdown(headings, rows)
 

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from fp8_suite.benchmarks.plan.job import refuse_unplanned
+from fp8_suite.benchmarks.plan.inputs import refuse_unplanned
 from fp8_suite.benchmarks.plan.limits import limits_table
-from fp8_suite.benchmarks.plan.predict import SMALLER, Plan, faster_settings, fewest_changes, make_plan
+from fp8_suite.benchmarks.plan.predict import Plan, alternatives, make_plan
 from fp8_suite.benchmarks.records.launch import command_parser
 from fp8_suite.benchmarks.records.variants import split_flags
 from fp8_suite.benchmarks.report.tables import markdown
@@ -25,6 +25,7 @@ from fp8_suite.core.gpus import PLANNED, Gpu, find_gpu
 from fp8_suite.core.recipes import RECIPES, costs_of
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config, parse_config
+from fp8_suite.training.estimate.advice import way_out
 from fp8_suite.training.estimate.sizes import auto_settings, counted_micro_batches
 from fp8_suite.training.estimate.step_time import NETWORK_BANDWIDTH
 
@@ -55,9 +56,9 @@ def run(argv: list[str]) -> str:
     if args.check:
         from fp8_suite.benchmarks.plan.check import check_runs, check_table
 
-        given = [f"--{n}" for n, v in vars(args).items() if n != "check" and v != parser.get_default(n)]
-        if training or given:
-            raise bad_setting(f"cannot be combined with {[*training, *given][0]}; drop it", check=True)
+        flags = [f"--{n}" for n, v in vars(args).items() if n != "check" and v != parser.get_default(n)]
+        if training or flags:
+            raise bad_setting(f"cannot be combined with {[*training, *flags][0]}; drop it", check=True)
         return check_table(*check_runs())
     if args.price_per_gpu_hour and not args.tokens:
         price = f"{args.price_per_gpu_hour:g}"
@@ -68,8 +69,7 @@ def run(argv: list[str]) -> str:
     plans, refused = _make_plans(cfg, gpu, args)
     tables = _tables(plans, args.tokens, args.price_per_gpu_hour)
     notes = [*_choices(plans), *refused, *_notes_on_offload(plans)]
-    notes += _faster([plan for plan in plans if plan.fits]) if auto_settings(cfg) else []
-    notes += _advice([plan for plan in plans if not plan.fits])
+    notes += filter(None, [_advice(plan) for plan in plans if auto_settings(cfg) or not plan.fits])
     return "\n".join([*tables, "", limits_table(plans), *notes])
 
 
@@ -90,7 +90,7 @@ def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[P
 
 
 def _gpus(plan: Plan) -> str:
-    return counted(plan.job.gpus, "GPU")
+    return counted(plan.setup.gpus, "GPU")
 
 
 # Tables
@@ -98,17 +98,17 @@ def _gpus(plan: Plan) -> str:
 
 def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> list[str]:
     """Return a table with a row per number of GPUs, and tables of memory and time by part."""
-    job, gpu = plans[0].job, plans[0].gpu
-    parameters, optim = job.model.parameters, job.cfg.optim
+    setup, gpu = plans[0].setup, plans[0].gpu
+    parameters, optim = setup.model.parameters, setup.cfg.optim
     level = plans[0].sizing.requested.cfg.model.recomputation
     size = f"{parameters / 1e9:.2f} billion" if parameters > 1e8 else f"{parameters / 1e6:.2f} million"
     head = [*COLUMNS, *["days"] * bool(tokens), *["cost"] * bool(tokens and price)]
-    split = f"{optim.batch_size} x {job.cfg.data.max_seq_length} tokens per micro-batch and GPU, "
-    split += f"{counted_micro_batches(job.accumulation)} per step"
+    split = f"{optim.batch_size} x {setup.cfg.data.max_seq_length} tokens per micro-batch and GPU, "
+    split += f"{counted_micro_batches(setup.accumulation)} per step"
     if plans[0].sizing.is_choice:
-        split = f"sequences of {job.cfg.data.max_seq_length} tokens"
+        split = f"sequences of {setup.cfg.data.max_seq_length} tokens"
     lines = [
-        f"{size} parameters, {job.recipe}, {split}"
+        f"{size} parameters, {setup.recipe}, {split}"
         f"{f', --recompute {level}' if level not in ('none', AUTO) else ''}; {gpu.memory_gb:g} GB per GPU",
         "",
         markdown(head, [_row(plan, tokens, price) for plan in plans]),
@@ -117,18 +117,18 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     ]
     if fitting := [plan for plan in plans if plan.fits]:
         lines += ["", _parts("ms per step", fitting, lambda plan: plan.seconds, 1e-3)]
-    if not costs_of(job.recipe).measured:
+    if not costs_of(setup.recipe).measured:
         lines += [
             "",
-            f"{job.recipe} was not measured; its time is computed with the rates of delayed scaling.",
+            f"{setup.recipe} was not measured; its time is computed with the rates of delayed scaling.",
         ]
-    if any(plan.job.nodes > 1 for plan in plans):
+    if any(plan.setup.nodes > 1 for plan in plans):
         lines += ["", "More than one node was not measured; docs/plan.md lists the assumptions."]
     return lines
 
 
 def _row(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
-    start = [f"{plan.job.gpus:,}", plan.job.mode, f"{plan.peak / 1e9:.1f}", f"{plan.largest_batch:,}"]
+    start = [f"{plan.setup.gpus:,}", plan.setup.mode, f"{plan.peak / 1e9:.1f}", f"{plan.largest_batch:,}"]
     if not plan.fits:
         return [*start, "does not fit", *["-"] * (3 + bool(tokens) + bool(tokens and price))]
     shares = [plan.tflops / peak for peak in (plan.gpu.bf16_tflops, plan.gpu.fp8_tflops) if peak]
@@ -138,7 +138,7 @@ def _row(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
         days = plan.days(tokens)
         row += [f"{days:,.1f}" if days >= 10 else f"{days:.2g}"]
         if price:
-            cost = days * 24 * plan.job.gpus * price
+            cost = days * 24 * plan.setup.gpus * price
             row += [f"{cost:,.0f}" if cost >= 10 else f"{cost:.2g}"]
     return row
 
@@ -168,47 +168,20 @@ def _hosts(plan: Plan) -> str:
 
 
 def _notes_on_offload(plans: list[Plan]) -> list[str]:
-    """Return notes on host memory and on refused modes."""
-    notes = []
-    for plan in (plan for plan in plans if plan.offloads):
-        refused = f"training refuses {plan.refusal}" if plan.refusal else f"{_hosts(plan)}."
-        notes.append(f"\n{_gpus(plan)}: {refused}")
-    return notes
+    """Return notes on host memory."""
+    return [f"\n{_gpus(plan)}: {_hosts(plan)}." for plan in plans if plan.offloads]
 
 
-def _fastest_first(heading: str, found: dict[str, Plan]) -> str:
-    """List plans by the flags to add."""
-    lines = [f"\n{heading}"]
-    for flags, other in sorted(found.items(), key=lambda each: -each[1].tokens_per_second):
-        hosts = f", {_hosts(other)}" if other.offloads else ""
-        speed = f"{other.tokens_per_second:,.0f} tokens/s"
-        lines.append(f"- {flags}: {other.peak / 1e9:.1f} GB per GPU, {speed}{hosts}")
-    return "\n".join(lines)
-
-
-def _faster(plans: list[Plan]) -> list[str]:
-    """Return the flags with which `auto` makes these plans faster."""
-    found = {_gpus(plan): faster_settings(plan) for plan in plans}
-    return [_fastest_first(f"{gpus}: faster with", others) for gpus, others in found.items() if others]
-
-
-def _advice(plans: list[Plan]) -> list[str]:
-    """Return the flags that make each of these plans fit, fastest first."""
-    notes, hopeless = [], []
-    for plan in plans:
-        if found := fewest_changes(plan):
-            notes.append(_fastest_first(f"{_gpus(plan)}: fits with", found))
-        else:
-            hopeless.append(_gpus(plan))
-    if hopeless:
-        given = plans[0].sizing.requested.cfg.to_dict()
-        tried = [flags for flags, settings in SMALLER.items() if not settings.items() <= given.items()]
-        limit = ", or a higher --memory_limit_gb" if given["memory_limit_gb"] else ""
-        notes.append(
-            f"\n{', '.join(hopeless)}: does not fit, even with {', '.join(tried)}; use more GPUs or a "
-            f"shorter --max_seq_length{limit}."
-        )
-    return notes
+def _advice(plan: Plan) -> str | None:
+    """List the settings that make this plan fit or faster; None if it fits and none is faster."""
+    lines = [f"\n{_gpus(plan)}: {'faster' if plan.fits else 'fits'} with"]
+    for flags, candidate in (candidates := alternatives(plan)).items():
+        hosts = f", {_hosts(candidate)}" if candidate.offloads else ""
+        speed = f"{candidate.tokens_per_second:,.0f} tokens/s"
+        lines.append(f"- {flags}: {candidate.peak / 1e9:.1f} GB per GPU, {speed}{hosts}")
+    if candidates:
+        return "\n".join(lines)
+    return None if plan.fits else f"\n{_gpus(plan)}: does not fit; {way_out(plan.sizing)}."
 
 
 # Flags
@@ -217,19 +190,19 @@ def _advice(plans: list[Plan]) -> list[str]:
 def read_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
     """Return the GPU that the flags describe. UserError if it cannot run the recipe."""
     values = {flag: getattr(args, flag) for flag in GPU_FLAGS}
-    given = {GPU_FLAGS[flag][0]: value * GPU_FLAGS[flag][1] for flag, value in values.items() if value}
+    fields = {GPU_FLAGS[flag][0]: value * GPU_FLAGS[flag][1] for flag, value in values.items() if value}
     if name := find_gpu(args.gpu):
-        gpu = PLANNED[name]._replace(**given)
+        gpu = PLANNED[name]._replace(**fields)
         if cfg.precision.mixed_precision == "fp8":
             if gpu.fp8_tflops is None:
                 raise bad_setting("this GPU has no FP8; use bf16", gpu=name, mixed_precision="fp8")
             _refuse_architecture(name, cfg)
         return gpu
     if missing := [f"--{flag}" for flag, value in values.items() if not value and flag != "fp8_tflops"]:
-        known = "" if given else f"choose from {', '.join(PLANNED)}, or "
+        known = "" if fields else f"choose from {', '.join(PLANNED)}, or "
         fp8 = "" if args.fp8_tflops else " (and --fp8_tflops, if it has FP8)"
         raise bad_setting(f"unknown GPU; {known}add {', '.join(missing)}{fp8}", gpu=args.gpu)
-    return Gpu(**({"fp8_tflops": None} | given))
+    return Gpu(**({"fp8_tflops": None} | fields))
 
 
 def _refuse_architecture(name: str, cfg: Config) -> None:
@@ -238,10 +211,10 @@ def _refuse_architecture(name: str, cfg: Config) -> None:
             n for n, gpu in PLANNED.items() if gpu.architecture in architectures
         )
 
-    architectures, own = RECIPES[cfg.recipe].architectures, PLANNED[name].architecture
-    if architectures and own not in architectures:
+    architectures, architecture = RECIPES[cfg.recipe].architectures, PLANNED[name].architecture
+    if architectures and architecture not in architectures:
         raise bad_setting(able(architectures), fp8_scenario=cfg.recipe, gpu=name)
-    if cfg.model.use_te and cfg.precision.fp8_fp32_scales and own != "Hopper":
+    if cfg.model.use_te and cfg.precision.fp8_fp32_scales and architecture != "Hopper":
         raise bad_setting(able(("Hopper",)), fp8_fp32_scales=True, gpu=name)
 
 
@@ -262,7 +235,7 @@ def _whole(text: str) -> int:
 
 
 def _counts(text: str) -> list[int]:
-    return [_whole(part.strip()) for part in text.split(",")]
+    return list(dict.fromkeys(_whole(part.strip()) for part in text.split(",")))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from fp8_suite.benchmarks.plan.check import Check, check_runs, gpu_of, recorded_job, why_not
-from fp8_suite.benchmarks.plan.job import read_model
+from fp8_suite.benchmarks.plan.check import Check, check_runs, gpu_of, recorded_setup, why_not
+from fp8_suite.benchmarks.plan.inputs import read_model
 from fp8_suite.benchmarks.plan.limits import smallest_card
 from fp8_suite.benchmarks.plan.main import main, run
 from fp8_suite.benchmarks.plan.predict import make_plan
@@ -21,7 +21,7 @@ from fp8_suite.te_models.presets import PRESETS
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.memory import host_state, start_of_backward
-from fp8_suite.training.estimate.sizes import room
+from fp8_suite.training.estimate.sizes import for_tensors
 from fp8_suite.training.estimate.step_time import (
     BANDWIDTH_SHARE,
     adam_bytes,
@@ -81,8 +81,8 @@ def test_measurements_are_those_of_the_record(checks):
     runs = {run.folder.as_posix(): run for run in read_table("h200-modes")}
     check = next(check for check in checks if check.seconds and check.name in runs)
     run = runs[check.name]
-    job = recorded_job(run, gpu_of(run))
-    tokens = job.tokens * job.accumulation * run.gpus
+    setup = recorded_setup(run, gpu_of(run))
+    tokens = setup.tokens * setup.accumulation * run.gpus
     assert check.memory[0] == run.summary["peak_memory_gb"] - run.remarks.get("held_before_gb", 0)
     assert check.seconds[0] == pytest.approx(tokens / run.summary["tokens_per_second"])
     assert any(why_not(run) for run in runs.values()), "runs of older code are left out"
@@ -130,9 +130,9 @@ def test_fp8_weights_take_a_byte_and_are_not_cast():
     flags = FP8 | {"offload_optimizer": True, "moment_dtype": "fp8", "recompute": "cheap"}
     plain, stored = (plan_of(**flags, gradient_accumulation_steps=8, fp8_weights=on) for on in (False, True))
     assert plain.memory["weights"] - stored.memory["weights"] == 32 * BLOCK
-    assert start_of_backward(stored.job)["FP8 weight copies"] == BLOCK  # one layer's transposes
-    assert host_state(plain.job)[0] == pytest.approx(4, abs=0.1)
-    assert host_state(stored.job)[0] - host_state(plain.job)[0] == pytest.approx(2 * 32 * BLOCK / N8)
+    assert start_of_backward(stored.setup)["FP8 weight copies"] == BLOCK  # one layer's transposes
+    assert host_state(plain.setup)[0] == pytest.approx(4, abs=0.1)
+    assert host_state(stored.setup)[0] - host_state(plain.setup)[0] == pytest.approx(2 * 32 * BLOCK / N8)
     # A byte read and one written instead of two casts of a weight, of 4 bytes each.
     saved = 8 * 6 * 32 * BLOCK / (GPUS["H200"].memory_bandwidth * BANDWIDTH_SHARE)
     assert plain.seconds["FP8 casts"] - stored.seconds["FP8 casts"] == pytest.approx(saved)
@@ -188,8 +188,8 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(model, settings):
 def test_the_8b_fills_an_h200_and_does_not_fit_an_h100():
     assert plan_of(**FP8).largest_batch == 1
     small = plan_of(**FP8, gpu="H100")
-    assert small.largest_batch == 0 and not small.fits and small.peak > room(1e9 * small.gpu.memory_gb)
-    assert room(150.1e9) == pytest.approx(148.1e9)  # 2 GB are not for tensors
+    assert small.largest_batch == 0 and not small.fits and small.peak > for_tensors(1e9 * small.gpu.memory_gb)
+    assert for_tensors(150.1e9) == pytest.approx(148.1e9)  # 2 GB are not for tensors
 
 
 # Time
@@ -211,7 +211,7 @@ def test_a_memory_limit_is_a_smaller_gpu():
     ],
 )
 def test_optimizer_traffic(settings, traffic):
-    assert adam_bytes(plan_of(**settings).job) == traffic
+    assert adam_bytes(plan_of(**settings).setup) == traffic
 
 
 def test_attention_of_cudnn_has_its_own_rate():
@@ -224,7 +224,7 @@ GATHERED_IN_FP8 = FP8 | {"fp8_scenario": "current", "sharding_mode": "fsdp_full"
 
 def test_zero_has_a_slower_optimizer_and_fp8_weights_are_quantized():
     suite, fp8 = (plan_of(gpus=8, **(GATHERED_IN_FP8 | {"fp8_all_gather": on})) for on in (False, True))
-    assert adam_bytes(fp8.job) - adam_bytes(suite.job) == pytest.approx(5 * 32 * BLOCK / N8)
+    assert adam_bytes(fp8.setup) - adam_bytes(suite.setup) == pytest.approx(5 * 32 * BLOCK / N8)
     assert 1 < fp8.seconds["optimizer"] / suite.seconds["optimizer"] < 1.25
     zero = plan_of(gpus=8, sharding_mode="ds_zero1")
     assert zero.seconds["optimizer"] > 1.5 * suite.seconds["optimizer"]
@@ -234,13 +234,13 @@ def test_zero_has_a_slower_optimizer_and_fp8_weights_are_quantized():
 
 def test_bytes_of_an_exchange():
     ddp, full, grad = (
-        exchange(plan_of(gpus=8, sharding_mode=m).job) for m in ("ddp", "fsdp_full", "fsdp_grad")
+        exchange(plan_of(gpus=8, sharding_mode=m).setup) for m in ("ddp", "fsdp_full", "fsdp_grad")
     )
     assert [sent.within / N8 for sent in (ddp, full, grad)] == [4, 6, 4]
-    assert exchange(plan_of(sharding_mode="fsdp_full", gpus=16).job).within == 8 * N8  # FP32 across nodes
-    assert exchange(plan_of().job).within == 0
+    assert exchange(plan_of(sharding_mode="fsdp_full", gpus=16).setup).within == 8 * N8  # FP32 across nodes
+    assert exchange(plan_of().setup).within == 0
     # 1/8 of a gradient in FP32, reduced among the copies: twice its bytes.
-    assert exchange(plan_of(sharding_mode="hsdp", gpus=16).job).across == N8
+    assert exchange(plan_of(sharding_mode="hsdp", gpus=16).setup).across == N8
 
 
 @pytest.mark.parametrize(
@@ -257,14 +257,14 @@ def test_bytes_of_an_exchange():
     ],
 )
 def test_rings_by_hand(mode, gpus, network, seconds):
-    job = plan_of(gpus=gpus, sharding_mode=mode).job
-    assert communication_seconds(job, GPUS["H200"], network) == pytest.approx(seconds)
+    setup = plan_of(gpus=gpus, sharding_mode=mode).setup
+    assert communication_seconds(setup, GPUS["H200"], network) == pytest.approx(seconds)
 
 
 def test_scaling_out():
     plans = [plan_of(gpus=n, sharding_mode="fsdp_full", **FP8) for n in (8, 64, 512, 4096)]
     for one, more in itertools.pairwise(plans):
-        assert more.tokens_per_second / more.job.gpus < one.tokens_per_second / one.job.gpus
+        assert more.tokens_per_second / more.setup.gpus < one.tokens_per_second / one.setup.gpus
         assert more.peak < one.peak
     slow = {"gpus": 64, "gradient_accumulation_steps": 4, "network_gbs": 5.0, **FP8}
     full, hybrid = (plan_of(sharding_mode=mode, **slow) for mode in ("fsdp_full", "hsdp"))
@@ -272,10 +272,10 @@ def test_scaling_out():
 
 
 def test_the_mode_is_that_of_training():
-    assert plan_of().job.mode == "single"
-    assert plan_of(gpus=8).job.mode == "fsdp_grad"
-    assert plan_of("tiny-llama", gpus=8, max_seq_length=1024).job.mode == "ddp"
-    assert plan_of("meta-llama/Llama-3.1-405B", gpus=8).job.mode == "fsdp_full"
+    assert plan_of().setup.mode == "single"
+    assert plan_of(gpus=8).setup.mode == "fsdp_grad"
+    assert plan_of("tiny-llama", gpus=8, max_seq_length=1024).setup.mode == "ddp"
+    assert plan_of("meta-llama/Llama-3.1-405B", gpus=8).setup.mode == "fsdp_full"
 
 
 # The command
@@ -317,93 +317,41 @@ def test_an_offloaded_optimizer_takes_host_memory_and_time(mode, copies):
     assert f"2 GPUs: {10 * N8 * copies / 1e9:.0f} GB of host memory per node, 0 more" in run(flags.split())
 
 
-def advice(text, heading="fits"):
-    """{GPUs: {flags: (GB, tokens/s)}} of the flags that would fit, or be faster."""
-    found, gpus = {}, None
-    for line in text.splitlines():
-        if head := re.fullmatch(rf"([\d,]+) GPUs?: {heading} with", line):
-            gpus = found[head.group(1)] = {}
-        elif way := re.match(r"- (--.*?): ([\d.]+) GB per GPU, ([\d,]+) tokens/s", line):
-            gpus[way.group(1)] = way.groups()[1:]
-    return found
-
-
-def rate(text):
-    return next(line for line in text.splitlines() if line.startswith("| 1 ")).split("|")[6].strip()
-
-
-def test_flags_that_make_auto_faster_are_named_with_their_speed():
-    flags = "--model_name Qwen/Qwen2.5-7B --use_te --mixed_precision fp8 --max_seq_length 1024 --gpus 1"
-    flags = f"{flags} --batch_size auto --recompute auto --moment_dtype fp8 --grad_reduce_dtype bf16"
-    capped = f"{flags} --gpu H100 --global_batch_size".split()
-    text = run([*capped, "512"])
-    assert "--recompute cheap" in text
-    ((flag, (_, speed)),) = advice(text, "faster")["1"].items()
-    assert flag == "--offload_optimizer" and speed == rate(run([*capped, "512", flag])) > rate(text)
-    assert not advice(run([*capped, "8"]), "faster")  # too few tokens for the transfers
-    assert not advice(run([*flags.split(), "--gpu", "H200", "--global_batch_size", "512"]), "faster")
-    given = "--batch_size 4 --global_batch_size 512 --recompute cheap"
-    assert not advice(run([*flags.split(), *given.split(), "--gpu", "H100"]), "faster"), "nothing is auto"
-
-
-def test_advised_flags_fit_as_predicted_the_fastest_first():
-    flags = "--use_te --mixed_precision fp8 --batch_size 1 --max_seq_length 8192 --recompute full"
-    flags = f"--model_name meta-llama/Llama-3.1-405B {flags} --gpus 48,64,96".split()
-    text = run(flags)
-    found = advice(text)
-    assert list(found) == ["48", "64"]
-    assert list(found["64"]) == [
-        "--recompute layer --offload_activations --grad_reduce_dtype bf16",  # faster than with one of them
-        "--recompute layer --offload_activations",
-        "--moment_dtype fp8",
-        "--offload_optimizer",
-    ]
-    for way, numbers in found["64"].items():
-        row = next(line for line in run([*flags, *way.split()]).splitlines() if line.startswith("| 64 "))
-        assert "does not fit" not in row and all(f"| {number} " in row for number in numbers)
+AUTO = "--batch_size auto --recompute auto"
 
 
 @pytest.mark.parametrize(
-    ("flags", "advised"),
+    ("flags", "way"),
     [
-        ("--batch_size 1000 --gpus 1", ["--batch_size 8, 8 sequences per step"]),  # the largest that fits
+        ("--batch_size 1000 --gpus 1", "--global_batch_size 1000 --batch_size auto --recompute auto"),
+        (f"{AUTO} --max_seq_length 131072 --gpus 1", "--moment_dtype fp8"),
         (
-            "--batch_size 1 --max_seq_length 131072 --gpus 8",
-            ["--recompute layer:24+mlp", "--recompute layer --offload_activations"],
+            "--batch_size 1 --gpus 8 --sharding_mode hsdp --gpu H100 --hsdp_shard_size 1",
+            "--sharding_mode fsdp_full",
         ),
+        (f"{AUTO} --gpus 1 --gpu L40S", "--offload_optimizer"),
         (
-            "--batch_size 1 --max_seq_length 131072 --gpus 8 --gradient_checkpointing --gpu_memory_gb 110",
-            [
-                "--recompute layer --offload_activations without --gradient_checkpointing",
-                "--offload_optimizer",  # and, by auto, fsdp_full
-                "--recompute full:19+layer without --gradient_checkpointing",
-            ],
-        ),
-        (
-            "--batch_size 1 --max_seq_length 8192 --gpus 8 --sharding_mode hsdp --hsdp_shard_size 1",
-            [
-                "--sharding_mode fsdp_full without --hsdp_shard_size",
-                "--grad_reduce_dtype bf16",
-                "--moment_dtype fp8",
-                "--offload_optimizer",
-            ],
-        ),
-        ("--batch_size 1 --max_seq_length 131072 --gpus 1 --gpu_memory_gb 16", None),
+            f"{AUTO} --global_batch_size 512 --gpus 1 --gpu H100 --moment_dtype fp8",
+            "--offload_optimizer",
+        ),  # faster
     ],
 )
-def test_only_the_fewest_changes_are_advised(flags, advised):
-    text = run(f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 {flags}".split())
-    assert [list(found) for found in advice(text).values()] == ([advised] if advised else [])
-    assert ("does not fit, even with --recompute, --sharding_mode" in text) == (advised is None)
+def test_the_first_way_out_and_the_fastest_are_as_predicted(flags, way):
+    command = f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --max_seq_length 8192 {flags}".split()
+    text = run(command)
+    ways = re.findall(r"^- (--.*?): ([\d.]+) GB per GPU, ([\d,]+) tokens/s", text, re.MULTILINE)
+    assert len(ways) in (1, 2) and way in ways[0][0]
+    for added, *numbers in ways:
+        added, _, dropped = added.partition(" without ")
+        kept = command[: command.index(dropped)] if dropped else command
+        assert all(f"| {number} " in run([*kept, *added.split()]) for number in numbers)
 
 
-def test_fp8_weights_are_advised_although_another_flag_alone_would_do():
+def test_a_run_that_fits_without_auto_gets_no_advice():
     flags = (
-        f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --max_seq_length 1024 --global_batch_size 64"
+        f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --moment_dtype fp8 --batch_size 1 --gpus 1"
     )
-    flags = f"{flags} --batch_size auto --recompute auto --moment_dtype fp8 --grad_reduce_dtype bf16"
-    text = run([*flags.split(), "--gpus", "1", "--gpu", "RTX 5090"])
-    assert list(advice(text)["1"]) == ["--offload_optimizer --fp8_weights"]
+    assert " with\n" not in run(flags.split())
 
 
 def test_host_memory_includes_offloaded_activations():
@@ -415,14 +363,22 @@ def test_host_memory_includes_offloaded_activations():
         assert f"1 GPU: {expected / 1e9:.0f} GB of host memory per node, 0 more while saving" in text
 
 
-def test_the_longest_sequence_keeps_the_sequences_of_a_step():
-    """Micro-batches of one then accumulate whole gradients under FSDP."""
-    flags = f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --sharding_mode fsdp_full --batch_size 1"
-    text = run(f"{flags} --gpus 8 --global_batch_size 64 --max_seq_length 8192".split())
-    longest = int(re.search(r"\| ([\d,]+) +\|$", text, re.MULTILINE)[1].replace(",", ""))
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        (LLAMA_8B, "--sharding_mode fsdp_full --batch_size 1 --gpus 8 --global_batch_size 64"),
+        ("meta-llama/Llama-3.1-70B", "--batch_size 8 --gpus 1024 --recompute layer"),
+    ],
+)
+def test_the_longest_sequence_keeps_the_sequences_of_a_step(model, flags):
+    """FSDP sums whole gradients over micro-batches, which the 70B fits only in one."""
+    command = f"--model_name {model} --use_te --mixed_precision fp8 {flags}".split()
+    longest = int(re.search(r"\| ([\d,]+) +\|$", run(command), re.MULTILINE)[1].replace(",", ""))
+    assert longest >= 1024
+    total = 64 if "64" in command else 8192
     for length, fits in ((longest, True), (longest + 1024, False)):
-        row = run(f"{flags} --gpus 8 --global_batch_size 64 --max_seq_length {length}".split())
-        assert ("does not fit" not in row) == fits
+        auto = f"--batch_size auto --global_batch_size {total} --max_seq_length {length}"
+        assert ("does not fit" not in run([*command, *auto.split()])) == fits
 
 
 def test_a_number_of_gpus_that_fills_no_whole_nodes_is_planned():
@@ -501,6 +457,7 @@ BAD_INPUT = {
     "--mixed_precision bf16 --use_te --bf16_last_layers 1": "--bf16_last_layers 1: needs --mixed_precision",
     "--use_te --mixed_precision bf16 --fp8_lm_head": "--fp8_lm_head: this run is in bf16",
     "--use_te --te_backend emulated --mixed_precision fp8": "--te_backend emulated",
+    "--max_steps 0": "--max_steps 0: evaluates only",
     "--gpus 0": "--gpus: '0'",
     "--gpus 8,x": "--gpus: 'x'",
     "--gpuss 8": "unknown flag --gpuss; did you mean '--gpus'",
@@ -511,7 +468,7 @@ BAD_INPUT = {
     "--model_name llama-3.1-8b": r"did you mean .meta-llama/Llama-3\.1-8B.\?",
     "--sharding_mode hsdp --gpus 12": "--hsdp_shard_size 8: does not divide the 12 ranks",
     "--sharding_mode deepspeed --deepspeed_config ds_configs/zero2.json --gpus 8": "cover ds_zero1",
-    "--sharding_mode ds_zero2 --moment_dtype bf16 --gpus 8": "--sharding_mode ds_zero2: --moment_dtype bf16",
+    "--sharding_mode ds_zero2 --moment_dtype bf16 --gpus 8": "--moment_dtype bf16: DeepSpeed",
     "--max_seq_length 131073": "--max_seq_length 131073: ",
     "--check --batch_size 1": "--check: cannot be combined with --batch_size",
     "--check --tokens 5": "--check: cannot be combined with --tokens",
@@ -528,9 +485,10 @@ def test_bad_input_is_one_clear_line(flags, capsys):
 @pytest.mark.parametrize(
     ("changes", "flags", "reason"),
     [
-        ({"num_hidden_layers": 0}, {}, "no valid sizes"),
-        ({"num_hidden_layers": "2"}, {}, "no valid sizes"),
-        ({"num_attention_heads": 0, "head_dim": None}, {}, "no valid sizes"),
+        *(({"hidden_size": size}, {}, "hidden_size is") for size in (0, -2048, float("nan"), 2048.5, "2048")),
+        ({"num_hidden_layers": 100_000}, {}, "num_hidden_layers is 100000, not .* from 1 to 1000"),
+        ({"num_attention_heads": 7}, {}, "num_attention_heads .7. is not a multiple of"),
+        ({"vocab_size": None}, {}, "vocab_size"),
         ({"model_type": "mixtral"}, {}, "model type 'mixtral'; choose one of llama"),
         (
             {"sliding_window": 1024, "model_type": "mistral"},
@@ -562,13 +520,21 @@ def test_a_gpu_is_described_by_flags():
 
 
 @pytest.mark.parametrize(
-    ("flag", "code", "text"),
-    [("--help", 0, "--price_per_gpu_hour"), ("--batch_siz", 2, "unknown flag --batch_siz")],
+    ("flags", "code", "text"),
+    [
+        ("--help", 0, "--price_per_gpu_hour"),
+        ("--batch_siz 8", 2, "unknown flag --batch_siz"),
+        ("--gpu MI300X", 2, "unknown GPU"),
+        ("--gpu A100 --mixed_precision fp8", 2, "no FP8"),
+        ("--model_name no/such", 2, "neither a preset"),
+        ("--global_batch_size 3 --gpus 7", 2, "cannot be shared"),
+        ("--max_seq_length 131073", 2, "--max_seq_length"),
+    ],
 )
-def test_help_and_wrong_flags_are_answered_before_torch_is_imported(flag, code, text):
+def test_help_and_refusals_are_answered_before_torch_is_imported(flags, code, text):
     command = f"""
 import runpy, sys
-sys.argv = ["plan", {flag!r}]
+sys.argv = ["plan", *{flags.split()}]
 try:
     runpy.run_module("benchmarks.plan", run_name="__main__")
 finally:
@@ -578,7 +544,12 @@ finally:
     assert done.returncode == code and text in done.stdout + done.stderr
 
 
+def test_a_number_of_gpus_given_twice_is_planned_once():
+    text = run(["--model_name", "tiny-llama", "--gpus", "1,1"])
+    assert len(re.findall(r"^\| 1 ", text, re.MULTILINE)) == 2, "one row in each table of rows"
+
+
 def test_parts_of_a_step_are_positive_for_every_recipe():
     for recipe, gpu in (("block", "H200"), ("nvfp4", "B200"), ("mxfp8", "B300"), ("current", "RTX 4090")):
         plan = plan_of("Qwen/Qwen3-8B", gpus=8, gpu=gpu, fp8_scenario=recipe, **FP8)
-        assert min(*plan.memory.values(), *step_seconds(plan.job, plan.gpu).values()) >= 0
+        assert min(*plan.memory.values(), *step_seconds(plan.setup, plan.gpu).values()) >= 0

@@ -26,7 +26,7 @@ from tests.benchmarks.folders import launch_here
 
 ROOT = Path(__file__).resolve().parents[2]
 # batch_one: 3 batches x 2 rates x 12 precisions; fsdp_finetuning: 4 x 2 x 2 x 8; modes: 2 x 3 x 8.
-SHIPPED = {"b200_study": 54, "recipes": 18, "batch_one": 72, "fsdp_finetuning": 128, "modes": 48}
+SHIPPED = {"b200_study": 54, "recipes": 18, "batch_one": 72, "fsdp_finetuning": 128, "modes": 42}
 
 
 def write(path: Path, value) -> Path:

@@ -4,7 +4,7 @@ import json
 import pickle
 
 import pytest
-from fp8_suite.benchmarks.plan.job import read_model
+from fp8_suite.benchmarks.plan.inputs import read_model
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.readers import UnreadableFile, read_json, read_record, read_yaml
 from fp8_suite.training.checkpoint import index

@@ -25,17 +25,12 @@ from fp8_suite.core.errors import (
     UserError,
 )
 from fp8_suite.data.chat import Encoder
-from fp8_suite.te_models.spec import find_model
 from fp8_suite.training import outcome, trainer
 from fp8_suite.training.checkpoint import progress
 from fp8_suite.training.checkpoint.resume import ResumePoint, check_resume, count_steps
 from fp8_suite.training.checkpoint.run_folder import train_losses
 from fp8_suite.training.config import config_from_dict, parse_config
-from fp8_suite.training.estimate.choose import check_memory
-from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
 from fp8_suite.training.optim import optimizer as optim
-from fp8_suite.training.optim.optimizer import choose_optimizer
-from fp8_suite.training.parallel.strategies import Strategy
 from fp8_suite.training.run import main
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -614,19 +609,6 @@ def test_out_of_memory_is_one_line_and_an_error_of_a_library_keeps_its_traceback
         assert error.startswith(f"error: {said} ") and "--batch_size" in error and "\n" not in error
     with pytest.raises(json.JSONDecodeError):
         main([], description="test", start=lambda cfg: json.loads("x"))
-
-
-@pytest.mark.parametrize("max_steps", [None, 0])
-def test_a_model_too_large_for_the_gpu_is_refused_unless_the_run_only_evaluates(max_steps):
-    cfg = config_from_dict({"max_steps": max_steps})
-    model = find_model("tiny-llama", init="auto", use_te=False)
-    optimizer = choose_optimizer(cfg, "single", on_gpu=True)
-    plan = TrainingSetup(cfg, ModelSize(0), optimizer, "single", 1, 1)
-    arguments = plan, model, Strategy("single", CPU, cfg), 10**6
-    if max_steps == 0:
-        return check_memory(*arguments)
-    with pytest.raises(UserError, match=r"--model_name tiny-llama"):
-        check_memory(*arguments)
 
 
 def test_steps_follow_from_epochs_unless_they_are_given(tmp_path):

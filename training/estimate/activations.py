@@ -60,10 +60,10 @@ def recomputed_weights(setup: TrainingSetup) -> float:
     layer, down = setup.model.gemm_weights / s.num_layers, s.hidden_size * s.ffn_hidden_size
     if setup.cfg.model.use_te:
         again = {"none": 0.0, "cheap": 0.0, "mlp": 2.0 * down}
-        whole = layer - down  # kernels do not run again if backward does not need their result
+        deep = layer - down  # kernels do not run again if backward does not need their result
     else:
-        again, whole = {"none": 0.0, "mlp": 3.0 * down}, layer
-    return sum(again.get(level, whole) for level in setup.recompute)
+        again, deep = {"none": 0.0, "mlp": 3.0 * down}, layer
+    return sum(again.get(level, deep) for level in setup.recompute)
 
 
 def recomputed_attention(setup: TrainingSetup) -> float:

@@ -1,185 +1,221 @@
-"""Ways to make a step fit: other settings, shorter sequences, more GPUs.
+"""Refusal of what cannot fit: the reason, and the first way out of a table that fits.
 
 This module must not import torch, so that `benchmarks.plan` shows its help and refuses wrong flags at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import combinations
+from collections.abc import Iterator
 from typing import Any
 
-from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.core.errors import UserError, as_flag, bad_setting
 from fp8_suite.core.settings import AUTO
-from fp8_suite.training.config import Config, config_from_dict
-from fp8_suite.training.estimate.memory import host_room, offloaded_bytes
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.estimate.memory import host_capacity, offloaded_bytes, resident_state
+from fp8_suite.training.estimate.modes import make_setup
+from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.sizes import (
     Sizing,
     auto_settings,
     check_launch,
     choose_sizes,
+    for_tensors,
     gb,
     global_batch,
-    room,
+    unpredicted_sizes,
 )
 
 # Warn if a prediction exceeds the GPU's memory by this factor. Predictions are within 4 % of recorded peaks.
 CLEARLY_ABOVE = 1.1
-Settings = dict[str, dict[str, Any]]  # by flags
-# Flags that reduce memory and change numerics or need host memory, and their settings.
-MEMORY_SAVING: Settings = {
-    "--recompute layer --offload_activations": {
-        "recompute": "layer",
-        "gradient_checkpointing": False,
-        "offload_activations": True,
-    },
-    "--moment_dtype fp8": {"moment_dtype": "fp8"},
-    "--offload_optimizer": {"offload_optimizer": True},
-    "--fp8_weights": {"fp8_weights": True},
-    "--grad_reduce_dtype bf16": {"grad_reduce_dtype": "bf16"},
+Changes = dict[str, Any]  # values by setting
+SHARDING_LESS = ("ddp", "fsdp_grad", "hsdp")  # than fsdp_full
+FULLY_SHARDED: Changes = {"sharding_mode": "fsdp_full", "hsdp_shard_size": None, "fp8_weights": False}
+OFFLOADED_ACTIVATIONS: Changes = {
+    "recompute": "layer",
+    "gradient_checkpointing": False,
+    "offload_activations": True,
 }
-MOST_GPUS = 4096  # that advice names
+OFFLOADED_STATE: Changes = {"offload_optimizer": True, "moment_dtype": "fp8", "grad_reduce_dtype": "bf16"}
+# Settings that save memory and change numerics or need host memory. The first that fits is advised, on top
+# of `unchanged_numerics`.
+WAYS_OUT: tuple[Changes, ...] = (
+    {},
+    {"moment_dtype": "fp8"},
+    {"offload_optimizer": True},
+    OFFLOADED_ACTIVATIONS,
+    {"grad_reduce_dtype": "bf16"},
+    {"moment_dtype": "fp8", "grad_reduce_dtype": "bf16"},
+    {"moment_dtype": "fp8"} | OFFLOADED_ACTIVATIONS,
+    OFFLOADED_STATE,
+    {"offload_optimizer": True} | OFFLOADED_ACTIVATIONS,
+    OFFLOADED_STATE | {"fp8_weights": True},
+    OFFLOADED_STATE | {"fp8_weights": True} | OFFLOADED_ACTIVATIONS,
+    OFFLOADED_STATE | OFFLOADED_ACTIVATIONS,
+)
+# The same for host memory.
+HOST_WAYS_OUT: tuple[Changes, ...] = (
+    {"moment_dtype": "fp8"},
+    {"fp8_weights": False},
+    FULLY_SHARDED,
+    {"recompute": "full"},
+)
+FACTORS = tuple(2**power for power in range(1, 11))  # more GPUs, or shorter sequences
+SHORTEST = 128  # tokens of a sequence that advice names
 
 
-def refuse_misfit(found: Sizing) -> None:
-    """Raise UserError if nothing that the settings allow fits."""
-    if found.fits:
+def refuse_misfit(sizing: Sizing) -> None:
+    """Raise UserError if a GPU cannot hold its part of the state, or no values of `auto` fit."""
+    if sizing.fits:
         return
-    setup = found.chosen
-    excess = found.needed - room(found.free)
-    least = f"{setup.cfg.optim.batch_size} x {setup.cfg.data.max_seq_length} tokens"
-    if found.requested.cfg.model.recompute == AUTO:
-        least += f" and --recompute {setup.cfg.model.recompute}"
-    raise UserError(
-        f"{_requested(found)}: even with {least} {_shortage(found)}, {gb(excess)} too much; {advise(found)}",
-        flags=auto_settings(found.requested.cfg),
-        exit_code=EXIT_BAD_SETTING,
-    )
+    chosen, cfg = sizing.chosen, sizing.chosen.cfg
+    if not sizing.holds_state:
+        where = "on one GPU" if chosen.mode == "single" else f"--sharding_mode {chosen.mode}"
+        raise bad_setting(
+            f"{where}: {chosen.state_on_gpu} of {chosen.model.parameters / 1e9:.1f} B parameters need "
+            f"{gb(resident_state(chosen), sizing.free)} per GPU; {way_out(sizing)}",
+            model_name=cfg.model.model_name,
+        )
+    if names := auto_settings(sizing.requested.cfg):
+        least = f"{cfg.optim.batch_size} x {cfg.data.max_seq_length} tokens"
+        least += f" and --recompute {cfg.model.recompute}" * ("recompute" in names)
+        excess = (sizing.needed - for_tensors(sizing.free)) / 1e9
+        raise bad_setting(
+            f"even with {least} {_shortage(sizing)}, {excess:.1f} GB too much; {way_out(sizing)}",
+            **dict.fromkeys(names, AUTO),
+        )
 
 
-def warning(found: Sizing) -> str | None:
+def warning(sizing: Sizing) -> str | None:
     """Return a warning if the predicted peak is clearly above the GPU's memory, else None."""
-    if found.free is None or found.needed <= CLEARLY_ABOVE * found.free:
+    if sizing.needed is None or sizing.needed <= CLEARLY_ABOVE * sizing.free:
         return None
-    return f"WARNING: {_shortage(found)}: it will probably run out of memory; {advise(found)}"
+    return f"WARNING: {_shortage(sizing)}: it will probably run out of memory; {way_out(sizing)}"
 
 
-def _requested(found: Sizing) -> str:
-    return " ".join(f"--{name} auto" for name in auto_settings(found.requested.cfg))
+def _shortage(sizing: Sizing) -> str:
+    return f"a step is predicted to need {gb(sizing.needed, sizing.free)}"
 
 
-def _shortage(found: Sizing) -> str:
-    return f"a step is predicted to need {found.needed / 1e9:.1f} of {gb(found.free)}"
+def way_out(sizing: Sizing) -> str:
+    """Return the first way out that fits: settings of the table, more GPUs, or shorter sequences."""
+    for changes, gpus in _ways_out(sizing):
+        candidate = resized(sizing, changes, gpus)
+        if candidate and candidate.fits and fits_host(candidate.chosen):
+            more = f"{gpus} GPUs" if gpus != sizing.requested.gpus else ""
+            flags = describe(sizing.requested, changes)
+            return f"use {' with '.join(filter(None, [more, flags]))} ({_needs(candidate)})"
+    return "use a smaller model"
 
 
-def advise(found: Sizing) -> str:
-    """Return the ways to make a step fit with the fewest flags, and the bytes that each would need."""
-    total = global_batch(found.chosen.cfg.optim, found.chosen.gpus)
-    choice = {"global_batch_size": total, "batch_size": AUTO, "recompute": AUTO}
-    unset = {"gradient_accumulation_steps": None, "gradient_checkpointing": False}
-    if other := resize(found, choice | unset):
-        given = found.requested.cfg.to_dict()
-        flags = " ".join(f"--{name} {value}" for name, value in choice.items() if given[name] != value)
-        replaced = [name for name, value in unset.items() if given[name] != value]
-        if flags and given["gradient_accumulation_steps"] == 1:  # the default, so probably no flag to drop
-            replaced.remove("gradient_accumulation_steps")
-        if other.fits:
-            return f"{flags}{without(replaced)} needs {gb(other.needed)}".lstrip()
-        flags = f"with {flags}, " * bool(flags) + f"{without(replaced).lstrip()}, " * bool(replaced)
-    else:  # such as --offload_activations, which needs a level
-        other, flags = found, ""
-    ways = [*_smaller_settings(other), *_shorter_sequences(other), *_more_gpus(other), *_smaller_steps(other)]
-    return flags + ", or ".join(ways) if ways else "no setting makes it fit; use a smaller model"
+def _ways_out(sizing: Sizing) -> Iterator[tuple[Changes, int]]:
+    """Yield settings to change, and the number of GPUs."""
+    request, basis = sizing.requested, unchanged_numerics(sizing)
+
+    def more_gpus(factor: int) -> tuple[Changes, int]:
+        gpus = factor * request.gpus
+        total = max(gpus, global_batch(request.cfg.optim, request.gpus))
+        batch = {"global_batch_size": total, "gradient_accumulation_steps": None}
+        return basis | FULLY_SHARDED | batch, gpus
+
+    yield from ((changes, request.gpus) for changes in ways_out(sizing))
+    yield from map(more_gpus, FACTORS[:3])
+    for factor in FACTORS:
+        if (length := request.cfg.data.max_seq_length // factor) >= SHORTEST:
+            yield basis | {"max_seq_length": length}, request.gpus
+    yield from map(more_gpus, FACTORS[3:])
 
 
-def resize(found: Sizing, changes: dict[str, Any], gpus: int = 0, mode: str = "") -> Sizing | None:
-    """Return the fit with other settings, GPUs or mode; None if they are refused."""
-    from fp8_suite.training.optim.optimizer import choose_optimizer  # imports torch
+def ways_out(sizing: Sizing) -> list[Changes]:
+    """Return the table's settings for this run, complete with those that change no numerics."""
+    basis, rows = unchanged_numerics(sizing), WAYS_OUT
+    if sizing.requested.cfg.sharding.sharding_mode in SHARDING_LESS and sizing.requested.gpus > 1:
+        rows = ({}, *(FULLY_SHARDED | row for row in WAYS_OUT))
+    return [basis | row for row in rows]
 
-    setup, mode = found.requested, mode or found.requested.mode
-    if not (cfg := changed_config(setup.cfg, changes, gpus or setup.gpus)):
-        return None
+
+def unchanged_numerics(sizing: Sizing) -> Changes:
+    """Return the settings that save memory without a change of numerics or host memory."""
+    cfg = sizing.requested.cfg
+    if sizing.needed is None:  # `auto` needs predictions
+        return {}
+    batch: Changes = {}
+    if cfg.optim.batch_size != AUTO:
+        total = global_batch(cfg.optim, sizing.requested.gpus)
+        batch = {"global_batch_size": total, "batch_size": AUTO, "gradient_accumulation_steps": None}
+    if cfg.model.offload_activations:  # which needs a level
+        return batch
+    return batch | {"recompute": AUTO, "gradient_checkpointing": False}
+
+
+def resized(sizing: Sizing, changes: Changes, gpus: int = 0) -> Sizing | None:
+    """Return the sizing with other settings or GPUs, as training would choose it; None if it is refused."""
+    request = sizing.requested
+    gpus, predicted = gpus or request.gpus, sizing.needed is not None
+    per_node = request.gpus_per_node if gpus == request.gpus else max(request.gpus_per_node, min(gpus, 8))
     try:
-        optimizer = choose_optimizer(cfg, mode, on_gpu=True)
-        changed = replace(setup, cfg=cfg, optimizer=optimizer, mode=mode)
-        if gpus:
-            changed = replace(changed, gpus=gpus, gpus_per_node=max(setup.gpus_per_node, min(gpus, 8)))
-        return choose_sizes(changed, found.free, found.gpu)
+        cfg = config_from_dict(request.cfg.to_dict() | changes)
+        check_launch(cfg, gpus)
+        setup, _ = make_setup(
+            cfg,
+            request.model,
+            cfg.sharding.sharding_mode if gpus > 1 else request.mode,
+            gpus,
+            per_node,
+            sizing.free,
+            effective=request.effective,
+            predicted=predicted,
+        )
+        return (
+            choose_sizes(setup, sizing.free, sizing.gpu)
+            if predicted
+            else unpredicted_sizes(setup, sizing.free)
+        )
     except UserError:
         return None
 
 
-def changed_config(cfg: Config, changes: dict[str, Any], ranks: int) -> Config | None:
-    """Return other settings; None if they are refused on this number of ranks."""
-    try:
-        changed = config_from_dict(cfg.to_dict() | changes)
-        check_launch(changed, ranks)
-    except UserError:
-        return None
-    return changed
+def describe(request: TrainingSetup, changes: Changes) -> str:
+    """Return the flags to add, and those to drop."""
+    current = request.cfg.to_dict()
+    changed = {name: value for name, value in changes.items() if current[name] != value}
+    dropped = [f"--{name}" for name, value in changed.items() if value in (None, False)]
+    if current["gradient_accumulation_steps"] == 1:  # the default, so probably no flag to drop
+        dropped = [flag for flag in dropped if flag != "--gradient_accumulation_steps"]
+    flags = [as_flag(name, value) for name, value in changed.items() if value not in (None, False)]
+    return " ".join(flags) + f" without {' and '.join(dropped)}" * bool(dropped)
 
 
-def combined(table: Settings, count: int) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Return the settings of all combinations of `count` keys of a table."""
-    return {
-        keys: {name: value for key in keys for name, value in table[key].items()}
-        for keys in combinations(table, count)
-    }
+def _needs(sizing: Sizing) -> str:
+    per_gpu = sizing.needed or resident_state(sizing.chosen)
+    host = offloaded_bytes(sizing.chosen)
+    return f"{per_gpu / 1e9:.1f} GB" + f", and {host / 1e9:.0f} GB of host memory" * bool(host)
 
 
-def without(names: list[str]) -> str:
-    """Return " without --NAME and --NAME", or "" without names."""
-    return f" without {' and '.join(f'--{name}' for name in names)}" if names else ""
+# Host memory
 
 
-def _smaller_settings(found: Sizing) -> list[str]:
-    for count in range(1, len(MEMORY_SAVING) + 1):
-        ways = []
-        for flags, changes in combined(MEMORY_SAVING, count).items():
-            if not (other := resize(found, changes)) or not other.fits:
-                continue
-            if (host := offloaded_bytes(other.chosen)) <= host_room(other.chosen):
-                offloaded = f", and {host / 1e9:.0f} GB of host memory" if host else ""
-                saved = found.needed - other.needed
-                ways.append(f"{' '.join(flags)} needs {gb(other.needed)}, {gb(saved)} less{offloaded}")
-        if ways:
-            return ways
-    return []
+def fits_host(setup: TrainingSetup) -> bool:
+    """True if offloaded state and activations fit in this node's memory."""
+    return offloaded_bytes(setup) <= host_capacity(setup)
 
 
-def _shorter_sequences(found: Sizing) -> list[str]:
-    length = 1 << (found.requested.cfg.data.max_seq_length - 1).bit_length() - 1  # the next lower power of 2
-    while length >= 128:
-        if (other := resize(found, {"max_seq_length": length})) and other.fits:
-            return [f"--max_seq_length {length} needs {gb(other.needed)}"]
-        length //= 2
-    return []
-
-
-def _smaller_steps(found: Sizing) -> list[str]:
-    """Return the largest step without accumulation, for which FSDP keeps no whole gradients."""
-    setup = found.requested
-    if not setup.fsdp or found.chosen.accumulation == 1:
-        return []
-    each = global_batch(setup.cfg.optim, setup.gpus) // setup.gpus
-    for batch in (size for size in (64, 32, 16, 8, 4, 2, 1) if size <= each):
-        changes = {"batch_size": batch, "global_batch_size": None, "gradient_accumulation_steps": None}
-        if (other := resize(found, changes)) and other.fits:
-            return [f"--global_batch_size {batch * setup.gpus} needs {gb(other.needed)}"]
-    return []
-
-
-def _more_gpus(found: Sizing) -> list[str]:
-    setup, given = found.requested, found.requested.cfg.optim.global_batch_size
-    mode = "fsdp_full" if setup.mode in ("single", "ddp", "fsdp_grad", "hsdp") else setup.mode
-    changes: dict[str, Any] = {"hsdp_shard_size": None, "fp8_weights": False}
-    dropped = without([name for name in changes if setup.cfg.to_dict()[name]])
-    gpus = setup.gpus
-    while (gpus := 2 * gpus) <= MOST_GPUS:
-        larger = ""
-        if given:
-            changes |= {"gradient_accumulation_steps": None, "global_batch_size": max(given, gpus)}
-            larger = f", --global_batch_size {gpus} instead of {given}" if gpus > given else ""
-        if (other := resize(found, changes, gpus, mode)) and other.fits:
-            return [f"{gpus} GPUs with --sharding_mode {mode}{larger}{dropped} need {gb(other.needed)} each"]
-    return []
+def refuse_small_host(sizing: Sizing) -> None:
+    """Raise UserError if offloaded state and activations do not fit in this node's memory."""
+    setup = sizing.chosen
+    if fits_host(setup):
+        return
+    names = [n for n in ("offload_optimizer", "offload_activations") if setup.cfg.to_dict()[n]]
+    flags = dict.fromkeys(names, True) or {"sharding_mode": setup.mode}
+    for changes in HOST_WAYS_OUT:
+        candidate = resized(sizing, changes)
+        if candidate and candidate.fits and fits_host(candidate.chosen):
+            needed = offloaded_bytes(candidate.chosen) / 1e9
+            way = f"use {describe(sizing.requested, changes)} ({needed:.0f} GB)"
+            break
+    else:
+        way = "use more nodes" if setup.gpus > 1 else "drop it"
+    raise bad_setting(
+        f"needs {offloaded_bytes(setup) / 1e9:.0f} GB of host memory per node, which has "
+        f"{host_capacity(setup) / 1e9:.0f} GB beside what its processes need; {way}",
+        **flags,
+    )

@@ -1,8 +1,7 @@
-"""GPU memory of a training step, computed from tensor sizes, for `fit`, `choose` and `benchmarks.plan`.
+"""GPU memory of a training step, computed from tensor sizes, for the choices of `auto` and `benchmarks.plan`.
 
-`choose` first decides --sharding_mode auto by another sum, without activations. Sizes are bytes on one GPU.
-1 GB is 10^9 bytes, as in summary.json. This module must not import torch, so that `benchmarks.plan` shows its
-help and refuses wrong flags at once.
+Sizes are bytes on one GPU. 1 GB is 10^9 bytes, as in summary.json. This module must not import torch, so that
+`benchmarks.plan` shows its help and refuses wrong flags at once.
 """
 
 from __future__ import annotations
@@ -46,6 +45,14 @@ def state(setup: TrainingSetup) -> dict[str, float]:
         weights -= 2 * setup.fp8_share * shard
         masters = moments = 0.0
     return {"weights": weights, "master weights": masters, "moments": moments * shard}
+
+
+def resident_state(setup: TrainingSetup) -> float:
+    """Return the bytes of a GPU's part of weights, gradients, master weights and moments."""
+    if setup.sharding.offload:
+        return 0.0
+    per_parameter = setup.optimizer.state_bytes + setup.fp8_share - setup.offloaded_state
+    return per_parameter * setup.model.parameters / setup.shards
 
 
 def accumulated_gradients(setup: TrainingSetup) -> float:
@@ -139,7 +146,7 @@ def host_state(setup: TrainingSetup) -> tuple[float, int]:
     and gradients; with accumulation the latter are FP32 too. A save copies masters and moments.
     """
     if setup.optimizer.offload:
-        return setup.host_bytes * setup.gpus / setup.shards, 0
+        return setup.offloaded_state * setup.gpus / setup.shards, 0
     return 20 + 2 * (setup.accumulation > 1), 12
 
 
@@ -154,7 +161,7 @@ def offloaded_bytes(setup: TrainingSetup) -> float:
     return (host_needs(setup) if setup.offloads_state else 0.0) + host_activations(setup)
 
 
-def host_room(setup: TrainingSetup) -> float:
+def host_capacity(setup: TrainingSetup) -> float:
     """Return the bytes of this node's memory for offloaded state and activations."""
     total = host_memory()
     return total - min(HOST_RESERVED * min(setup.gpus, setup.gpus_per_node), RESERVED_SHARE * total)
@@ -204,8 +211,8 @@ def end_of_backward(setup: TrainingSetup) -> dict[str, float]:
     gradients are sharded, and no further block is gathered.
     """
     model, parts, fsdp = setup.model, start_of_backward(setup), setup.fsdp
-    others = (model.parameters - model.root - model.block) / setup.shards
-    gradients = 2.0 * (others + model.block)
+    sharded = (model.parameters - model.root - model.block) / setup.shards
+    gradients = 2.0 * (sharded + model.block)
     one_layer = fp8_copies(setup) / model.shape.num_layers
     copies = parts["FP8 weight copies"]
     stored = stored_activations(setup) - kept_activations(setup, setup.recompute[-1])

@@ -138,8 +138,13 @@ class TrainingSetup:
         return self.model.gemm_weights / self.model.parameters if held else 0.0
 
     @property
-    def host_bytes(self) -> float:
-        """Bytes per parameter that --offload_optimizer keeps in host memory, see `memory.host_state`."""
+    def state_on_gpu(self) -> str:
+        """Name of the training state that GPUs hold."""
+        return "weights and gradients" if self.optimizer.offload else "weights, gradients and optimizer state"
+
+    @property
+    def offloaded_state(self) -> float:
+        """Bytes per parameter of the state that --offload_optimizer streams from host memory."""
         optimizer = self.optimizer
         state = optimizer.master_bytes + optimizer.moment_bytes + 2 * self.fp8_share
         return state if optimizer.offload else 0.0

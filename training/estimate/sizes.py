@@ -17,7 +17,7 @@ from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.training.config import Config
 from fp8_suite.training.estimate.activations import recomputation_flops, stored_activations
-from fp8_suite.training.estimate.memory import fp8_copies, peak
+from fp8_suite.training.estimate.memory import fp8_copies, peak, resident_state
 from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.step_time import step_seconds
 from fp8_suite.training.optim.settings import DEFAULT_BATCH, OptimConfig
@@ -48,36 +48,36 @@ def allowed_batches(optim: OptimConfig, ranks: int) -> list[int]:
     if total % ranks:
         reason = f"cannot be shared by {counted(ranks, 'rank')}; use {_nearest_multiple(total, ranks)}"
         raise bad_setting(reason, global_batch_size=total)
-    each = total // ranks
-    sizes = range(min(each, LARGEST_BATCH), 0, -1) if optim.batch_size == AUTO else [optim.batch_size]
+    share = total // ranks
+    sizes = range(min(share, LARGEST_BATCH), 0, -1) if optim.batch_size == AUTO else [optim.batch_size]
     if optim.batch_size == AUTO and accumulation:
-        sizes = [each // accumulation]
-    found = [size for size in sizes if size and each % size == 0]
-    if not found or (accumulation and found[0] * accumulation != each):
-        raise _no_batch(optim, ranks, each)
-    return found
+        sizes = [share // accumulation]
+    allowed = [size for size in sizes if size and share % size == 0]
+    if not allowed or (accumulation and allowed[0] * accumulation != share):
+        raise _no_batch(optim, ranks, share)
+    return allowed
 
 
-def _no_batch(optim: OptimConfig, ranks: int, each: int) -> UserError:
-    """Return the error of settings that cannot split the `each` sequences of a rank."""
+def _no_batch(optim: OptimConfig, ranks: int, share: int) -> UserError:
+    """Return the error of settings that cannot split a rank's `share` of the global batch."""
     names = ("global_batch_size", "batch_size", "gradient_accumulation_steps")
-    given = {name: value for name in names if (value := getattr(optim, name)) not in (None, AUTO)}
-    if len(given) == len(names):
+    fixed = {name: value for name in names if (value := getattr(optim, name)) not in (None, AUTO)}
+    if len(fixed) == len(names):
         product = optim.batch_size * optim.gradient_accumulation_steps * ranks
         reason = f"the last two give {product} on {counted(ranks, 'rank')}; drop one of them"
-        return bad_setting(reason, **given)
-    name, size = list(given.items())[1]
-    divisor = min((n for n in range(1, each + 1) if each % n == 0), key=lambda n: abs(n - size))
+        return bad_setting(reason, **fixed)
+    name, size = list(fixed.items())[1]
+    divisor = min((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - size))
     total = _nearest_multiple(optim.global_batch_size, size * ranks)
-    reason = f"each of {counted(ranks, 'rank')} has {each} sequences per step"
-    return bad_setting(f"{reason}; use --{name} {divisor}, or --global_batch_size {total}", **given)
+    reason = f"each of {counted(ranks, 'rank')} has {share} sequences per step"
+    return bad_setting(f"{reason}; use --{name} {divisor}, or --global_batch_size {total}", **fixed)
 
 
 def _nearest_multiple(number: int, unit: int) -> int:
     return max(1, round(number / unit)) * unit
 
 
-def resolve_auto(cfg: Config, ranks: int, batch: int | None = None, recompute: str = "none") -> Config:
+def with_sizes(cfg: Config, ranks: int, batch: int | None = None, recompute: str = "none") -> Config:
     """Return the settings with these choices in place of `auto`, and the accumulation that follows.
 
     The default micro-batch is the largest up to DEFAULT_BATCH. UserError if no split has the global batch.
@@ -108,27 +108,28 @@ def check_launch(cfg: Config, ranks: int) -> None:
 
 @dataclass(frozen=True)
 class Sizing:
-    """Settings chosen for a GPU; `free` are the bytes of its memory that the run may use."""
+    """Setup as requested and as chosen, with the predicted peak of the latter."""
 
-    requested: TrainingSetup  # settings as given
+    requested: TrainingSetup
     chosen: TrainingSetup  # with numbers in place of `auto`
-    free: float | None  # None: no GPU, or a step that the memory model does not cover
+    needed: float | None  # predicted peak in bytes; None: not covered by the memory model
+    free: float | None  # bytes of GPU memory that the run may use; None: no GPU
     gpu: Gpu = REFERENCE_GPU
-
-    @property
-    def needed(self) -> float:
-        """Predicted peak in bytes."""
-        return sum(peak(self.chosen).values())
 
     @property
     def predicted_gb(self) -> float | None:
         """Predicted peak in GB; None if it is unknown."""
-        return None if self.free is None else self.needed / 1e9
+        return None if self.needed is None else self.needed / 1e9
+
+    @property
+    def holds_state(self) -> bool:
+        """True if a GPU has room for its part of weights, gradients and optimizer state."""
+        return self.free is None or resident_state(self.chosen) <= self.free
 
     @property
     def fits(self) -> bool:
-        """True if the predicted peak fits, or is unknown."""
-        return self.free is None or self.needed <= room(self.free)
+        """True if everything that can be predicted fits."""
+        return self.holds_state and (self.needed is None or self.needed <= for_tensors(self.free))
 
     @property
     def is_choice(self) -> bool:
@@ -138,26 +139,30 @@ class Sizing:
     def describe(self) -> str:
         """Return the choice and the prediction in one line."""
         cfg = self.chosen.cfg
-        chosen = f"--batch_size {cfg.optim.batch_size} x {counted_micro_batches(self.chosen.accumulation)}"
+        sizes = f"--batch_size {cfg.optim.batch_size} x {counted_micro_batches(self.chosen.accumulation)}"
         if self.requested.cfg.model.recompute == AUTO:
-            chosen += f", --recompute {cfg.model.recompute}"
-        if self.free is None:
-            return f"fit: {chosen}"
-        predicted = f"predicted {self.needed / 1e9:.1f} of {gb(self.free)}"
-        return f"{'fit' if self.fits else 'no fit'}: {chosen}; {predicted}"
+            sizes += f", --recompute {cfg.model.recompute}"
+        if self.needed is None:
+            return f"fit: {sizes}"
+        return f"{'fit' if self.fits else 'no fit'}: {sizes}; predicted {gb(self.needed, self.free)}"
 
 
 def counted_micro_batches(number: int) -> str:
     return f"{number:,} micro-batch{'es' * (number > 1)}"
 
 
-def gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
+def gb(size: float, total: float) -> str:
+    return f"{size / 1e9:.1f} of {total / 1e9:.1f} GB"
 
 
-def room(free: float) -> float:
+def for_tensors(free: float) -> float:
     """Return the bytes available to tensors of `free` bytes of GPU memory."""
     return free - RESERVED
+
+
+def unpredicted_sizes(request: TrainingSetup, free: float | None) -> Sizing:
+    """Return the default sizes, for a step that the memory model does not cover."""
+    return Sizing(request, replace(request, cfg=with_sizes(request.cfg, request.gpus)), None, free)
 
 
 def choose_sizes(request: TrainingSetup, free: float, gpu: Gpu = REFERENCE_GPU) -> Sizing:
@@ -166,20 +171,20 @@ def choose_sizes(request: TrainingSetup, free: float, gpu: Gpu = REFERENCE_GPU) 
     Each size of micro-batch recomputes as little as possible. The choice is the largest of those whose step
     is predicted to be fastest on `gpu`; if nothing fits, it is what needs least.
     """
-    sizes = allowed_batches(request.cfg.optim, request.gpus)
-    found = [_least_recomputation(request, size, free, gpu) for size in sizes]
-    if not (fitting := [each for each in found if each.fits]):
-        return min(found, key=lambda each: each.needed)
-    seconds = [sum(step_seconds(each.chosen, gpu).values()) for each in fitting]
-    return next(each for each, time in zip(fitting, seconds, strict=True) if time <= TIE * min(seconds))
+    batches = allowed_batches(request.cfg.optim, request.gpus)
+    candidates = [_least_recomputation(request, batch, free, gpu) for batch in batches]
+    if not (fitting := [sizing for sizing in candidates if sizing.fits]):
+        return min(candidates, key=lambda sizing: sizing.needed)
+    seconds = [sum(step_seconds(sizing.chosen, gpu).values()) for sizing in fitting]
+    return next(sizing for sizing, time in zip(fitting, seconds, strict=True) if time <= TIE * min(seconds))
 
 
 def _least_recomputation(request: TrainingSetup, batch: int, free: float, gpu: Gpu) -> Sizing:
-    """Return the fit of a micro-batch with the least recomputation at which it fits, or else the most."""
+    """Return the sizing of a micro-batch with the least recomputation at which it fits, or else the most."""
 
     def choose(recompute: str) -> Sizing:
-        cfg = resolve_auto(request.cfg, request.gpus, batch, recompute)
-        return Sizing(request, replace(request, cfg=cfg), free, gpu)
+        setup = replace(request, cfg=with_sizes(request.cfg, request.gpus, batch, recompute))
+        return Sizing(request, setup, sum(peak(setup).values()), free, gpu)
 
     segments = recomputations(request, batch)
     for segment in segments:
@@ -198,15 +203,13 @@ def recomputations(request: TrainingSetup, batch: int) -> list[list[str]]:
     model = request.cfg.model
     if model.recompute != AUTO:
         return [[model.recompute]]
-    setup = replace(request, cfg=resolve_auto(request.cfg, request.gpus, batch))
+    setup = replace(request, cfg=with_sizes(request.cfg, request.gpus, batch))
     levels = [level for level in RECOMPUTE_LEVELS if level in HF_LEVELS or model.use_te]
     if setup.sharding.stage == 3 and model.use_te:  # ZeRO 3 recomputes all of a layer
         levels = ["none", "layer"]
-    setups = {
-        name: replace(setup, cfg=resolve_auto(request.cfg, request.gpus, batch, name)) for name in levels
-    }
-    work = {name: recomputation_flops(each) for name, each in setups.items()}
-    kept = {name: stored_activations(each) for name, each in setups.items()}
+    setups = {name: replace(setup, cfg=with_sizes(request.cfg, request.gpus, batch, name)) for name in levels}
+    work = {name: recomputation_flops(level) for name, level in setups.items()}
+    kept = {name: stored_activations(level) for name, level in setups.items()}
     kept["none"] += fp8_copies(setup) * setup.keeps_fp8_weights
     segments, now, layers = [["none"]], "none", setup.model.shape.num_layers
     while further := [name for name in levels if kept[name] < kept[now] and work[name] > work[now]]:
@@ -219,15 +222,15 @@ def recomputations(request: TrainingSetup, batch: int) -> list[list[str]]:
 
 def unpredicted(cfg: Config, mode: str) -> tuple[str, dict[str, Any]] | None:
     """Return why memory and time of a step cannot be predicted and the settings at fault, or None."""
-    own, model = cfg.precision, cfg.model
+    precision, model = cfg.precision, cfg.model
     layers_apart = "predictions cover whole layers only; use --bf16_first_layers and --bf16_last_layers"
     unfused = "TE may then run unfused attention, which predictions do not cover; drop one of them"
     modes = "predictions cover ds_zero1, ds_zero2, ds_zero3 and ds_zero3_offload; use one of them"
     # (unpredicted, reason, settings)
     rules = [
         (model.te_backend == "emulated", "predictions cover GPUs only; drop it", {"te_backend": "emulated"}),
-        (own.mixed_precision == "fp32", "predictions cover bf16 and fp8", {"mixed_precision": "fp32"}),
-        (own.precision_map, layers_apart, {"precision_map": own.precision_map}),
+        (precision.mixed_precision == "fp32", "predictions cover bf16 and fp8", {"mixed_precision": "fp32"}),
+        (precision.precision_map, layers_apart, {"precision_map": precision.precision_map}),
         (
             cfg.optim.deterministic and model.use_te and not model.flash_attention,
             unfused,
@@ -235,10 +238,10 @@ def unpredicted(cfg: Config, mode: str) -> tuple[str, dict[str, Any]] | None:
         ),
         (mode == "deepspeed", modes, {"sharding_mode": mode}),
     ]
-    return next(((reason, settings) for found, reason, settings in rules if found), None)
+    return next(((reason, settings) for applies, reason, settings in rules if applies), None)
 
 
 def auto_settings(cfg: Config) -> list[str]:
     """Return the names of the settings that are `auto`."""
-    given = cfg.to_dict()
-    return [name for name in ("batch_size", "recompute") if given[name] == AUTO]
+    values = cfg.to_dict()
+    return [name for name in ("batch_size", "recompute") if values[name] == AUTO]

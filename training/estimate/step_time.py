@@ -123,7 +123,7 @@ def _optimizer_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
     fused = setup.optimizer.kind == "fused_adamw"
     bandwidth = gpu.memory_bandwidth * (ADAM_SHARE if fused else TORCH_ADAM_SHARE)
     gradient_norm = 2 * parameters / (gpu.memory_bandwidth * BANDWIDTH_SHARE)
-    per_parameter = max(adam_bytes(setup) / bandwidth, setup.host_bytes / PCIE_BANDWIDTH)
+    per_parameter = max(adam_bytes(setup) / bandwidth, setup.offloaded_state / PCIE_BANDWIDTH)
     return per_parameter * parameters + gradient_norm
 
 
@@ -197,14 +197,14 @@ def _launch_seconds(setup: TrainingSetup) -> float:
 def step_seconds(setup: TrainingSetup, gpu: Gpu, *, network: float = NETWORK_BANDWIDTH) -> dict[str, float]:
     """Return the seconds of one optimizer step by part, for full sequences and without data loading."""
     model, bandwidth = setup.model, gpu.memory_bandwidth * BANDWIDTH_SHARE
-    each = {
+    micro_batch = {
         "linear layers": _gemm_seconds(setup, gpu),
         "attention": _attention_seconds(setup, gpu),
         "LM head": _head_seconds(setup, gpu),
         "norms, SwiGLU, adds": _elementwise_bytes(setup) / bandwidth,
         "FP8 casts": _cast_bytes(setup) / bandwidth,
     }
-    parts = {name: setup.accumulation * value for name, value in each.items()}
+    parts = {name: setup.accumulation * value for name, value in micro_batch.items()}
     compute = sum(parts.values())
     parts["optimizer"] = _optimizer_seconds(setup, gpu)
     wire = communication_seconds(setup, gpu, network)

@@ -101,7 +101,7 @@ def test_masters_and_moments_are_offloaded(settings, where, on_host):
     step = TrainingSetup(
         config_from_dict(settings), ModelSize(10**9), plan, "single", gpus=1, gpus_per_node=1
     )
-    assert step.host_bytes == on_host and ("offloaded" in plan.describe()) == bool(on_host)
+    assert step.offloaded_state == on_host and ("offloaded" in plan.describe()) == bool(on_host)
 
 
 def test_bf16_moments_warn_of_a_beta2_that_they_cannot_follow():

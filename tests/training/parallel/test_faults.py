@@ -20,7 +20,7 @@ from fp8_suite.data import order
 from fp8_suite.data.order import Layout
 from fp8_suite.data.samples import Split
 from fp8_suite.training import outcome, prepare, run
-from fp8_suite.training.estimate import choose
+from fp8_suite.training.estimate import modes
 from fp8_suite.training.parallel import ranks, watchdog
 from fp8_suite.training.parallel.watchdog import CAUSE_OF_DEATH, RESUME_HINT, Watchdog
 from fp8_suite.training.precision import recipes
@@ -246,7 +246,7 @@ def test_a_job_that_is_suspended_or_has_a_slow_store_continues(tmp_path):
 
 def choose_differently(rank: int) -> None:
     """As on GPUs of different sizes."""
-    choose.choose_mode = lambda *_: (("ddp", "fsdp_full")[rank], "so")
+    modes.choose_mode = lambda *_, **__: (("ddp", "fsdp_full")[rank], "so")
 
 
 def test_the_first_rank_chooses_the_mode_for_all(tmp_path):
