@@ -164,9 +164,15 @@ CHANGES = (
     Change(
         "ATen's CPU kernels of BF16 matrix products",
         "PyTorch multiplies BF16 a hundred times slower than FP32 on CPUs without BF16 instructions",
-        by="core/bf16_on_cpu.py:fast_bf16",
-        tested_by="tests/core/test_bf16_on_cpu.py",
+        by="te_models/kernels/bf16_on_cpu.py:fast_bf16",
+        tested_by="tests/te_models/test_bf16_on_cpu.py",
         until="the run ends",
+    ),
+    Change(
+        "torch._dynamo.config.recompile_limit",
+        "compiled layers have more variants than its default: training, evaluation, packed or not, ...",
+        by="te_models/hugging_face.py:compile_blocks",
+        tested_by="tests/te_models/test_hugging_face.py",
     ),
     Change(
         "TE's flag of the first FP8 module",

@@ -15,9 +15,9 @@ import torch
 from fp8_suite.core.recipes import LM_HEAD_RECIPE
 from fp8_suite.te_models.backend import te_module
 from fp8_suite.te_models.families import FAMILIES, head_dim
+from fp8_suite.te_models.kernels.loss import TokenLoss, linear_cross_entropy
+from fp8_suite.te_models.kernels.loss_fp8 import linear_cross_entropy_fp8
 from fp8_suite.te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
-from fp8_suite.te_models.loss import TokenLoss, linear_cross_entropy
-from fp8_suite.te_models.loss_fp8 import linear_cross_entropy_fp8
 from fp8_suite.te_models.options import BuildOptions, NativeOptions
 from fp8_suite.te_models.recompute.layers import run_recomputed
 from fp8_suite.te_models.recompute.offload import ActivationOffload

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 from fp8_suite.core.patches import PARAMETERS_ON_META
 from fp8_suite.core.recipes import LM_HEAD_RECIPE
+from fp8_suite.te_models.kernels.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
+from fp8_suite.te_models.kernels.loss_fp8 import linear_cross_entropy_fp8
 from fp8_suite.te_models.kernels.packed_attention import install_packed_attention, sequence_boundaries
-from fp8_suite.te_models.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
-from fp8_suite.te_models.loss_fp8 import linear_cross_entropy_fp8
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.spec import tied_names
 from fp8_suite.te_models.weights import Gather

@@ -37,7 +37,7 @@ def pytest_collection():
 @pytest.fixture(autouse=True, scope="session")
 def _fast_bf16():
     """Multiply BF16 matrices in FP32 on a CPU without BF16 instructions, as training does."""
-    from fp8_suite.core.bf16_on_cpu import fast_bf16  # imports torch
+    from fp8_suite.te_models.kernels.bf16_on_cpu import fast_bf16  # imports torch
 
     with fast_bf16():
         yield

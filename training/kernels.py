@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.packages import software
-from fp8_suite.te_models import loss_fp8
-from fp8_suite.te_models.kernels import flash_attention, fused_swiglu, packed_attention, rope
+from fp8_suite.te_models.kernels import flash_attention, fused_swiglu, loss_fp8, packed_attention, rope
 from fp8_suite.te_models.kernels.selection import Kernels, on_hopper
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config

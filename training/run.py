@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from fp8_suite.core.bf16_on_cpu import fast_bf16
 from fp8_suite.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
 from fp8_suite.data.build import Loaders
 from fp8_suite.data.chat import turn_end
 from fp8_suite.te_models.build import export_tensors
+from fp8_suite.te_models.kernels.bf16_on_cpu import fast_bf16
 from fp8_suite.training.assembly import Assembly, assemble
 from fp8_suite.training.checkpoint.export import export_hf
 from fp8_suite.training.checkpoint.generate import generate_answers, generation_config, tokenizer_round_trips

@@ -1,4 +1,4 @@
-"""CUDA kernels of `te_models.loss` and `te_models.loss_fp8`.
+"""CUDA kernels of `loss` and `loss_fp8`.
 
 T tokens, D hidden size, V vocabulary. A matrix that two FP8 GEMMs read is written in both layouts: `rows` and
 `columns` (transposed), see `fp8_triton`.

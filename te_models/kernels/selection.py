@@ -17,7 +17,7 @@ class Kernels:
     """Kernels used by a run; each passed its self-test on every rank. Fields: `training.kernels.KERNELS`."""
 
     flash_attention: bool = False  # FlashAttention 4, see `flash_attention`
-    fp8_lm_head: bool = False  # see `te_models.loss_fp8`
+    fp8_lm_head: bool = False  # see `loss_fp8`
     qkv_rope: bool = False  # QKV split and RoPE in one pass, see `rope`
     swiglu: bool = False  # SwiGLU fused with its FP8 casts, see `fused_swiglu`
 

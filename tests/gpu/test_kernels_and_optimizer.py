@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_suite.te_models import loss as loss_module
-from fp8_suite.te_models.loss import linear_cross_entropy
+from fp8_suite.te_models.kernels import loss as loss_module
+from fp8_suite.te_models.kernels.loss import linear_cross_entropy
 from fp8_suite.training.optim import moments
 from fp8_suite.training.optim.adamw import FusedAdamW, merge_master
 from fp8_suite.training.optim.optimizer import (

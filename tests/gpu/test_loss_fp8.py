@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from fp8_suite.te_models import loss_fp8
-from fp8_suite.te_models.loss_fp8 import (
+from fp8_suite.te_models.kernels import loss_fp8
+from fp8_suite.te_models.kernels.loss_fp8 import (
     E5M2,
     GRADIENT_SCALE,
     add_labels_to_hidden_grad_,

@@ -7,7 +7,7 @@ from fp8_suite.core.recipes import TE_RECIPES
 from fp8_suite.te_models import decoder, hugging_face
 from fp8_suite.te_models.build import export_tensors
 from fp8_suite.te_models.kernels import rope
-from fp8_suite.te_models.loss import linear_cross_entropy
+from fp8_suite.te_models.kernels.loss import linear_cross_entropy
 from fp8_suite.training.precision.coverage import coverage
 from fp8_suite.training.precision.recipes import Precision, build_autocast, make_recipe, why_not
 from fp8_suite.training.precision.scaling import frozen_scaling, scaling_state

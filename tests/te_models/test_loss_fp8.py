@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED
-from fp8_suite.te_models import loss_fp8
-from fp8_suite.te_models.loss_fp8 import (
+from fp8_suite.te_models.kernels import loss_fp8
+from fp8_suite.te_models.kernels.loss_fp8 import (
     E4M3,
     E5M2,
     GRADIENT_SCALE,

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
-from fp8_suite.te_models import loss_fp8
-from fp8_suite.te_models.kernels import flash_attention, fused_swiglu, packed_attention, rope
+from fp8_suite.te_models.kernels import flash_attention, fused_swiglu, loss_fp8, packed_attention, rope
 from fp8_suite.te_models.kernels.selection import Kernels
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training import kernels

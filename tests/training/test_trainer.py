@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from fp8_suite.core.signals import Stopped, handling_stop_signals
 from fp8_suite.data.collate import Batch
-from fp8_suite.te_models.loss import TokenLoss
+from fp8_suite.te_models.kernels.loss import TokenLoss
 from fp8_suite.te_models.shape import ModelShape, model_flops
 from fp8_suite.training.checkpoint.progress import Progress
 from fp8_suite.training.config import config_from_dict

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.packages import ROOT
-from fp8_suite.te_models.loss import IGNORE, TokenLoss, linear_cross_entropy
+from fp8_suite.te_models.kernels.loss import IGNORE, TokenLoss, linear_cross_entropy
 from fp8_suite.training.checkpoint.state import weights_and_optimizer
 from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.config import Config, config_from_dict

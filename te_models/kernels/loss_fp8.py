@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from fp8_suite.core.errors import first_line
-from fp8_suite.te_models.loss import (
+from fp8_suite.te_models.kernels.loss import (
     IGNORE,
     LinearCrossEntropy,
     TokenLoss,

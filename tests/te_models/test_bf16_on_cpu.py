@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fp8_suite.core import bf16_on_cpu
+from fp8_suite.te_models.kernels import bf16_on_cpu
 from torch.nn import functional as F
 
 
