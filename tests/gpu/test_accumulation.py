@@ -82,9 +82,9 @@ def compare_with_single_micro_batches(
                 chosen.backward(wrapped, loss)
             assert loss.item() == pytest.approx(alone, rel=1e-3)
         for parameter in together.parameters():
-            found, key = gradient_of(parameter), names[id(parameter)]
-            assert parameter.grad is None and found.dtype == sums
-            error = (found.float() - expected[key]).norm() / expected[key].norm()
+            total, key = gradient_of(parameter), names[id(parameter)]
+            assert parameter.grad is None and total.dtype == sums
+            error = (total.float() - expected[key]).norm() / expected[key].norm()
             assert error < 1e-2, f"turn {turn}, {key}: {error:.4f}"
         chosen.discard(wrapped, optimizer)
         with torch.no_grad():

@@ -39,9 +39,9 @@ def check_shares(statistics: dict[str, float]) -> None:
 def check_current_scaling(statistics: dict[str, float], module: str) -> None:
     """Check that each scale maps the amax to the format's maximum."""
     for tensor, largest in LARGEST.items():
-        own = {k.rpartition("/")[2]: v for k, v in statistics.items() if f"{module}/{tensor}/" in k}
-        assert own["scale_min"] * own["amax"] == pytest.approx(largest, rel=1e-3), tensor
-        assert own["scale_max"] >= own["scale_min"]
+        shares = {k.rpartition("/")[2]: v for k, v in statistics.items() if f"{module}/{tensor}/" in k}
+        assert shares["scale_min"] * shares["amax"] == pytest.approx(largest, rel=1e-3), tensor
+        assert shares["scale_max"] >= shares["scale_min"]
 
 
 def test_cast_statistics_match_the_cpus_without_a_sync():
@@ -57,12 +57,12 @@ def test_cast_statistics_match_the_cpus_without_a_sync():
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            found = cast_counts(*on_gpu)
+            counts = cast_counts(*on_gpu)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.max_memory_allocated() - before < 200e6
         expected = cast_counts(original, Quantized(data, scales, block))
-        assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+        assert counts.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
 
 
 def quantizers() -> dict[str, tuple]:
@@ -104,12 +104,12 @@ def test_te_statistics_are_logged_and_do_not_change_training(tmp_path):
     maps = f"--precision_map layers.0=bf16,layers.1.*.proj=current,layers.1.layernorm_mlp={rest}"
     train(tmp_path / "watched", f"{FLAGS} {maps} --fp8_stats_interval 2")
     train(tmp_path / "plain", f"{FLAGS} {maps}")
-    found = logged(tmp_path / "watched")
-    assert sorted(found) == [2, 4, 6]
-    modules = {name.split("/")[1] for name in found[6]}
+    by_step = logged(tmp_path / "watched")
+    assert sorted(by_step) == [2, 4, 6]
+    modules = {name.split("/")[1] for name in by_step[6]}
     parts = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
     assert modules == {f"layers.{layer}.{part}" for layer in (1, 2) for part in parts}
-    for statistics in found.values():
+    for statistics in by_step.values():
         check_shares(statistics)
         check_current_scaling(statistics, "layers.1.self_attention.proj")
         tensors = {tuple(name.split("/")[1:3]) for name in statistics}
@@ -128,10 +128,10 @@ def test_te_statistics_with_recomputation_and_micro_batches(tmp_path):
     pytest.importorskip("nvdlfw_inspect")
     flags = "--gradient_checkpointing --gradient_accumulation_steps 2"
     train(tmp_path / "run", f"{FLAGS} --fp8_scenario current --fp8_stats_interval 3 --max_steps 3 {flags}")
-    found = logged(tmp_path / "run")
-    assert sorted(found) == [3]
-    check_shares(found[3])
-    check_current_scaling(found[3], "layers.1.self_attention.proj")
+    by_step = logged(tmp_path / "run")
+    assert sorted(by_step) == [3]
+    check_shares(by_step[3])
+    check_current_scaling(by_step[3], "layers.1.self_attention.proj")
 
 
 def test_torchao_statistics_require_uncompiled_layers(tmp_path):
@@ -139,7 +139,7 @@ def test_torchao_statistics_require_uncompiled_layers(tmp_path):
     flags = f"{FLAGS.replace('--use_te', '')} --fp8_stats_interval 2 --max_steps 2"
     assert "add --no_compile" in train(tmp_path / "compiled", flags, code=2)
     train(tmp_path / "run", f"{flags} --no_compile")
-    found = logged(tmp_path / "run")
-    assert sorted(found) == [2]
-    check_shares(found[2])
-    check_current_scaling(found[2], "layers.1.self_attn.o_proj")
+    by_step = logged(tmp_path / "run")
+    assert sorted(by_step) == [2]
+    check_shares(by_step[2])
+    check_current_scaling(by_step[2], "layers.1.self_attn.o_proj")

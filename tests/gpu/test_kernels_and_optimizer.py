@@ -93,21 +93,21 @@ def test_the_optimizers_kernel_matches_its_reference(name, master):
     start, weight, state = trained(DEVICE, formats, master, columns)
     _, plain_weight, plain = trained(torch.device("cpu"), formats, master, columns)
     weight = weight.cpu()
-    one, other = weight.float(), plain_weight.float()
+    from_kernel, reference = weight.float(), plain_weight.float()
     if master:
-        one = merge_master(weight, state["master_param"])
-        other = merge_master(plain_weight, plain["master_param"])
-    moved = (other - start.float().cpu()).norm()
+        from_kernel = merge_master(weight, state["master_param"])
+        reference = merge_master(plain_weight, plain["master_param"])
+    moved = (reference - start.float().cpu()).norm()
     # Others may round to the neighbor if FP32 values differ in the last bit, and steps then differ.
     exact = name == "fp32" and master
-    assert moved > 1 and (one - other).norm() < (1e-5 if exact else 3e-2) * moved
+    assert moved > 1 and (from_kernel - reference).norm() < (1e-5 if exact else 3e-2) * moved
     assert {key: tensor.dtype for key, tensor in state.items()} == {k: t.dtype for k, t in plain.items()}
     for moment, form in zip((moments.FIRST, moments.SECOND), formats, strict=True):
-        expected, found = moments.read(plain, moment), moments.read(state, moment)
-        error = (found - expected).norm() / expected.norm()
+        expected, got = moments.read(plain, moment), moments.read(state, moment)
+        error = (got - expected).norm() / expected.norm()
         assert error < {"fp32": 1e-6, "bf16": 5e-3, "fp16": 1e-3, "fp8": 3e-2}[form], (moment, error)
         if form in ("fp16", "fp8"):
-            assert (found == expected).float().mean() > 0.9, "the same random bits round the same way"
+            assert (got == expected).float().mean() > 0.9, "the same random bits round the same way"
 
 
 def test_blocks_in_the_kernel_keep_zeros_tiny_values_and_large_ones():

@@ -41,14 +41,14 @@ def values(model, optimizer) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in {**model.state_dict(), **state}.items()}
 
 
-def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        if not torch.equal(tensor, other[name]):
-            at = (tensor != other[name]).flatten().nonzero().flatten()
-            found, expected = other[name].flatten()[at[:4]].tolist(), tensor.flatten()[at[:4]].tolist()
-            print(f"{name}: {len(at)} values differ, at {at[:4].tolist()}: {found} instead of {expected}")
-    assert not [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        if not torch.equal(tensor, b[name]):
+            at = (tensor != b[name]).flatten().nonzero().flatten()
+            values, expected = b[name].flatten()[at[:4]].tolist(), tensor.flatten()[at[:4]].tolist()
+            print(f"{name}: {len(at)} values differ, at {at[:4].tolist()}: {values} instead of {expected}")
+    assert not [name for name, tensor in a.items() if not torch.equal(tensor, b[name])]
 
 
 @pytest.mark.parametrize("chunk", [7 * moments.BLOCK, 2**16, offload.CHUNK])
@@ -62,8 +62,8 @@ def test_weights_and_state_are_the_same_bits_in_host_memory(formats, masters, ch
         torch.cuda._sleep(10**8)  # so that kernels start after the host has launched many of them
         for number in range(8):
             step(model, optimizer, number)
-    one, other = (values(*run) for run in runs)
-    assert_same_bits(one, other)
+    a, b = (values(*run) for run in runs)
+    assert_same_bits(a, b)
     state = optimizer_state(runs[1][1], runs[1][0]).values()
     assert all(tensor.is_pinned() and tensor.device.type == "cpu" for tensor in state)
 
@@ -112,19 +112,19 @@ def checkpoint(folder: Path, step: int) -> dict[str, torch.Tensor]:
 def test_a_run_is_bit_for_bit_the_same_and_resumes_with_and_without(tmp_path, formats):
     flags = f"{SMALL} --mixed_precision fp8 --moment_dtype {formats} --no_export"
     runs = {"plain": "", "offloaded": "--offload_optimizer"}
-    for name, given in runs.items():
-        output = train(tmp_path / name, f"{flags} {given}")
+    for name, options in runs.items():
+        output = train(tmp_path / name, f"{flags} {options}")
         assert ("moments, offloaded" in output) == (name == "offloaded")
     plain, offloaded = (tmp_path / name for name in runs)
     assert losses(plain) == losses(offloaded)
     expected = checkpoint(plain, 12)
     assert_same_bits(expected, checkpoint(offloaded, 12))
-    for origin, given in ((plain, "--offload_optimizer"), (offloaded, "")):
+    for origin, options in ((plain, "--offload_optimizer"), (offloaded, "")):
         resumed = tmp_path / f"from-{origin.name}"
-        train(resumed, f"{flags} {given} --resume {origin}/checkpoints/step_000006")
+        train(resumed, f"{flags} {options} --resume {origin}/checkpoints/step_000006")
         assert losses(resumed) == {at: loss for at, loss in losses(plain).items() if at > 6}
         assert_same_bits(expected, checkpoint(resumed, 12))
     flags = f"{flags} --resume {plain}/checkpoints/step_000006 --moment_dtype fp16"
-    for name, given in runs.items():
-        train(tmp_path / f"fp16-{name}", f"{flags} {given}")
+    for name, options in runs.items():
+        train(tmp_path / f"fp16-{name}", f"{flags} {options}")
     assert_same_bits(*(checkpoint(tmp_path / f"fp16-{name}", 12) for name in runs))

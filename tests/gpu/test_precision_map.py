@@ -24,11 +24,11 @@ def resolve(**values) -> Precision:
     return precision_map.resolve_map(cfg, resolve_precision(cfg), spec(layers=LAYERS).config)
 
 
-def train_steps(found: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+def train_steps(resolved: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module, list[torch.Tensor]]:
     """Train some steps in these recipes; return the model, and its losses and gradients."""
     model = build(spec(layers=LAYERS), use_te=True, packed=True, **options)
-    precision_map.apply(model, found)
-    autocast = build_autocast(found, device=DEVICE, parameter_dtype=torch.bfloat16)
+    precision_map.apply(model, resolved)
+    autocast = build_autocast(resolved, device=DEVICE, parameter_dtype=torch.bfloat16)
     inputs, results = batch(INPUTS, packed=True), []
     for _ in range(steps):
         with autocast():
@@ -54,9 +54,11 @@ def test_module_names_match_a_te_model(family):
 def test_every_module_runs_in_its_assigned_recipe(recompute):
     rest = "current" if why_not("block") else "block"
     text = "layers.1.self_attention.proj=current,layers.1.layernorm_mlp=delayed"
-    found = resolve(precision_map=text, bf16_first_layers=1, fp8_scenario=rest)
-    model, results = train_steps(found, recompute="layer" if recompute else "none")
-    rows = {(row.modules.rpartition(".")[2], row.precision): row.count for row in coverage(model, found).rows}
+    resolved = resolve(precision_map=text, bf16_first_layers=1, fp8_scenario=rest)
+    model, results = train_steps(resolved, recompute="layer" if recompute else "none")
+    rows = {
+        (row.modules.rpartition(".")[2], row.precision): row.count for row in coverage(model, resolved).rows
+    }
     assert rows == {
         ("layernorm_qkv", "bf16"): 1,
         ("proj", "bf16"): 1,
@@ -120,8 +122,8 @@ def test_amaxes_are_reduced_once_per_step_and_direction(monkeypatch):
 def test_an_unusable_recipe_falls_back_or_stops():
     if (reason := why_not("mxfp8")) is None:
         pytest.skip("this GPU runs mxfp8")
-    found = resolve(fp8_scenario="current", precision_map="proj=mxfp8")
-    assert found.in_use == {"current", "delayed"} and reason in found.map_fallbacks["mxfp8"]
+    resolved = resolve(fp8_scenario="current", precision_map="proj=mxfp8")
+    assert resolved.in_use == {"current", "delayed"} and reason in resolved.map_fallbacks["mxfp8"]
     with pytest.raises(UserError, match=r"--precision_map \.\.\.=mxfp8 cannot run here"):
         resolve(fp8_scenario="current", precision_map="proj=mxfp8", fp8_fallback="error")
 
@@ -129,9 +131,9 @@ def test_an_unusable_recipe_falls_back_or_stops():
 def test_a_run_with_delayed_scaling_only_in_the_map_resumes_exactly(tmp_path):
     flags = f"{SMALL} --mixed_precision fp8 --fp8_scenario current --no_export --eval_interval 0"
     flags += " --precision_map layers.1=delayed,layers.2.layernorm_mlp=bf16"
-    train(tmp_path / "whole", flags)
-    again = f"--resume {tmp_path / 'whole' / 'checkpoints' / 'step_000006'}"
+    train(tmp_path / "uninterrupted", flags)
+    again = f"--resume {tmp_path / 'uninterrupted' / 'checkpoints' / 'step_000006'}"
     train(tmp_path / "again", f"{flags} {again}")
-    whole = losses(tmp_path / "whole")
-    assert losses(tmp_path / "again") == {step: whole[step] for step in range(7, 13)}
-    assert whole[12] < 0.8 * whole[1]
+    uninterrupted = losses(tmp_path / "uninterrupted")
+    assert losses(tmp_path / "again") == {step: uninterrupted[step] for step in range(7, 13)}
+    assert uninterrupted[12] < 0.8 * uninterrupted[1]

@@ -55,10 +55,10 @@ def test_a_recipe_runs_fp8_kernels_and_is_close_to_bf16(recipe):
     )
     assert len(ran) == FP8_GEMMS[recipe] * 4 * 7
     assert abs(loss - reference) / reference < 0.01 and error < 0.35
-    found = coverage(model, Precision(recipe, recipe))
-    head = next(row for row in found.rows if row.modules.endswith("lm_head"))
-    assert found.fp8_modules == 4 * 7 and head.precision == "bf16"
-    assert found.fp8_gemm_share == pytest.approx((1 - head.gemm_share) * FP8_GEMMS[recipe] / 3)
+    table = coverage(model, Precision(recipe, recipe))
+    head = next(row for row in table.rows if row.modules.endswith("lm_head"))
+    assert table.fp8_modules == 4 * 7 and head.precision == "bf16"
+    assert table.fp8_gemm_share == pytest.approx((1 - head.gemm_share) * FP8_GEMMS[recipe] / 3)
 
 
 @pytest.mark.gpu
@@ -121,16 +121,16 @@ SMALL = (
 @pytest.mark.gpu
 def test_a_whole_run_compiled_is_close_to_bf16(tmp_path):
     runs = {"fp8": "--mixed_precision fp8", "bf16": "--mixed_precision bf16 --no_compile"}
-    found = {}
-    for name, own in runs.items():
-        flags = f"{SMALL} {own} --max_steps 12 --batch_size 8 --output_dir {tmp_path / name}"
+    losses = {}
+    for name, options in runs.items():
+        flags = f"{SMALL} {options} --max_steps 12 --batch_size 8 --output_dir {tmp_path / name}"
         assert main(shlex.split(flags), description="test", start=lambda cfg: DEVICE) == 0
-        found[name] = logged(tmp_path / name, "train/loss")
+        losses[name] = logged(tmp_path / name, "train/loss")
     environment = json.loads((tmp_path / "fp8" / "env.json").read_text())
     assert (environment["recipe"], environment["emulated"]) == ("tensorwise", False)
     assert environment["attention_backend"] == "packed_causal"
     assert environment["coverage"]["fp8_modules"] == 21
-    assert found["fp8"] == pytest.approx(found["bf16"], rel=2e-2)
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=2e-2)
 
 
 GPUS = min(4, torch.cuda.device_count())

@@ -106,15 +106,15 @@ def test_a_wrong_fp8_lm_head_is_refused_since_nothing_replaces_it(problems):
     assert error.value.exit_code == EXIT_BAD_SETTING
 
 
-@pytest.mark.parametrize("other", [(True, "its cache is locked"), (False, None)], ids=["fails", "missing"])
-def test_a_kernel_that_fails_or_is_missing_on_one_rank_is_used_on_none(other, problems, monkeypatch, capsys):
+@pytest.mark.parametrize("result", [(True, "its cache is locked"), (False, None)], ids=["fails", "missing"])
+def test_a_kernel_that_fails_or_is_missing_on_one_rank_is_used_on_none(result, problems, monkeypatch, capsys):
     def with_another_rank(test):
-        own = test()
-        return [own, other if own[0] else own]
+        this_rank = test()
+        return [this_rank, result if this_rank[0] else this_rank]
 
     monkeypatch.setattr(kernels.ranks, "run_on_all_ranks", with_another_rank)
     assert used(choose()) == set() and os.environ["NVTE_FLASH_ATTN_V4"] == "0"
-    assert ("its cache is locked" in capsys.readouterr().out) == (other[1] is not None)
+    assert ("its cache is locked" in capsys.readouterr().out) == (result[1] is not None)
 
 
 def test_a_passed_self_test_is_remembered_for_its_software_gpu_and_sizes(problems, monkeypatch):
@@ -160,8 +160,8 @@ def test_swiglu_is_fused_under_delayed_scaling_where_the_kernels_can_cast(proble
     forward, _, backward = look_up("swiglu", delayed)
     assert forward(x, SimpleNamespace()) == ("swiglu_kernel", (8, 16))
     assert backward(x[:, :16].clone(), x, SimpleNamespace()) == (None, ("swiglu_backward_kernel", (8, 32)))
-    for other, quantizer in ((x, None), (x.float(), SimpleNamespace()), (x[:6], SimpleNamespace())):
-        assert forward(other, quantizer) == ("forward", quantizer), "TE's own"
+    for inputs, quantizer in ((x, None), (x.float(), SimpleNamespace()), (x[:6], SimpleNamespace())):
+        assert forward(inputs, quantizer) == ("forward", quantizer), "TE's own"
 
 
 def switches() -> set[str]:

@@ -45,8 +45,8 @@ class MainGradAccumulator:
         for weight in self.fused:
             weight.main_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         fused = {id(weight) for weight in self.fused}
-        self.others = [p for p in model.parameters() if p.requires_grad and id(p) not in fused]
-        for parameter in self.others:
+        self.unfused = [p for p in model.parameters() if p.requires_grad and id(p) not in fused]
+        for parameter in self.unfused:
             parameter.register_post_accumulate_grad_hook(self._add)
 
     def _add(self, parameter: nn.Parameter) -> None:
@@ -64,7 +64,7 @@ class MainGradAccumulator:
 
     def clear(self) -> None:
         """Free the gradients, except the buffers that TE overwrites."""
-        for parameter in self.others:
+        for parameter in self.unfused:
             parameter.main_grad = None
 
 

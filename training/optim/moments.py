@@ -62,8 +62,8 @@ def _zero_exponents(parameter: Tensor) -> Tensor:
     exponents = torch.zeros(shape, dtype=torch.uint8, device=shard.device)
     if not isinstance(parameter, DTensor):
         return exponents
-    whole = torch.empty(*parameter.shape[:-1], parameter.shape[-1] // BLOCK, device="meta")
-    sizes = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
+    unsharded = torch.empty(*parameter.shape[:-1], parameter.shape[-1] // BLOCK, device="meta")
+    sizes = {"shape": unsharded.shape, "stride": unsharded.stride(), "run_check": False}
     layout = DTensor.from_local(exponents.to("meta"), parameter.device_mesh, parameter.placements, **sizes)
     return with_layout(exponents, layout)
 

@@ -34,7 +34,7 @@ class Kind(NamedTuple):
 KINDS = {
     "fused_adamw": Kind("fused AdamW", "BF16 weights with FP32 masters", 2),
     "torch_adamw": Kind("torch AdamW", "FP32 weights", 0),
-    "plain_adamw": Kind("own AdamW", "FP32 weights", 0),
+    "plain_adamw": Kind("plain AdamW", "FP32 weights", 0),
     "zero_adamw": Kind("torch AdamW", "FP32 masters in ZeRO", 4),
 }
 

@@ -39,11 +39,11 @@ def cast_counts(original: Tensor | None, cast: Quantized) -> Tensor:
     counts, amaxes = [], []
     for start in range(0, len(inverse), at_once):
         rows = slice(start * block[0], (start + at_once) * block[0])
-        each = inverse[start : start + at_once, None, :, None]  # [M/m, 1, N/n, 1]
-        x = tiled(data[rows].float(), block) * each if original is None else tiled(original[rows], block)
+        step = inverse[start : start + at_once, None, :, None]  # value of one code unit, [M/m, 1, N/n, 1]
+        x = tiled(data[rows].float(), block) * step if original is None else tiled(original[rows], block)
         magnitude = x.abs()
-        # `each` is not a scalar tensor, so BF16 is compared in float32 without a copy.
-        overflows = magnitude > torch.finfo(data.dtype).max * each * ROUNDING
+        # `step` is not a scalar tensor, so BF16 is compared in float32 without a copy.
+        overflows = magnitude > torch.finfo(data.dtype).max * step * ROUNDING
         counts.append(torch.stack([_count_nonzero(tensor) for tensor in (x, data[rows], overflows)]))
         amaxes.append(magnitude.amax((1, 3)))
     values, kept, overflows = torch.stack(counts).sum(0, dtype=torch.float64)
@@ -68,22 +68,22 @@ def _count_nonzero(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, 0, dtype=torch.float32)
 
 
-def merge(one: Tensor, other: Tensor) -> Tensor:
+def merge(a: Tensor, b: Tensor) -> Tensor:
     """Combine the counts [..., 6] of two casts."""
-    return torch.cat([one[..., :3] + other[..., :3], torch.maximum(one[..., 3:], other[..., 3:])], -1)
+    return torch.cat([a[..., :3] + b[..., :3], torch.maximum(a[..., 3:], b[..., 3:])], -1)
 
 
 def shares(counts: Sequence[float]) -> Stats:
     """Convert the six numbers of `cast_counts` to statistics; unknown ones are left out."""
     elements, underflows, overflows, amax, scale_max, scale_min = counts
-    found = {
+    statistics = {
         "underflow": underflows / elements,
         "overflow": overflows / elements,
         "amax": amax,
         "scale_min": -scale_min,
         "scale_max": scale_max,
     }
-    return {name: value for name, value in found.items() if name == "amax" or not math.isnan(value)}
+    return {name: value for name, value in statistics.items() if name == "amax" or not math.isnan(value)}
 
 
 class Tally:
@@ -100,13 +100,13 @@ class Tally:
 
     def collect(self, strategy: Any) -> Stats:
         """Return statistics reduced over all ranks and clear the counts. Collective."""
-        found, self._counts = sorted(self._counts.items()), {}
-        if not found:
+        names = sorted(self._counts)
+        if not names:
             return {}
-        counts = torch.stack([counts for _, counts in found])  # [casts, 6]
+        counts = torch.stack([self._counts.pop(name) for name in names])  # [casts, 6]
         counts = torch.cat([strategy.sum(counts[:, :3]), strategy.max(counts[:, 3:])], -1)
         return {
             f"fp8/{name}/{statistic}": value
-            for (name, _), row in zip(found, counts.tolist(), strict=True)
+            for name, row in zip(names, counts.tolist(), strict=True)
             for statistic, value in shares(row).items()
         }

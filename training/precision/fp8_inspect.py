@@ -50,7 +50,7 @@ def read_cast(quantized: Any) -> Quantized:
     else:
         scale_inv, block = scale_inv.t(), (1, 128)
     data = _as_fp8(quantized, data)
-    rows, columns = (-(-size // each) for size, each in zip(data.shape, block, strict=True))
+    rows, columns = (-(-size // edge) for size, edge in zip(data.shape, block, strict=True))
     return Quantized(data, scale_inv[:rows, :columns], block)
 
 

@@ -43,11 +43,11 @@ def watch_emulated(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None
         tally.add(name, EMULATED_TENSORS[kind], x, cast)
 
     def observed_gemms(name: str, module: nn.Module, gemms: Callable[[Tensor], list[Any]], x: Tensor) -> list:
-        made = gemms(x)
-        for number, gemm in enumerate(made if module.fp8 else (), 1):
-            gemm_name = name if len(made) == 1 else f"{name}.fc{number}"  # TE's names in a fused MLP
+        calls = gemms(x)
+        for number, gemm in enumerate(calls if module.fp8 else (), 1):
+            gemm_name = name if len(calls) == 1 else f"{name}.fc{number}"  # TE's names in a fused MLP
             gemm.observe = functools.partial(observe, gemm_name)
-        return made
+        return calls
 
     for name, module in modules.items():
         module.gemms = functools.partial(observed_gemms, name, module, module.gemms)

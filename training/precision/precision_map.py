@@ -32,7 +32,7 @@ TE_GEMMS = {
 FLAGS = ("precision_map", "bf16_first_layers", "bf16_last_layers")
 
 
-def _given(cfg: Config) -> dict[str, Any]:
+def _map_settings(cfg: Config) -> dict[str, Any]:
     """Return the precision-map settings that the user gave."""
     values = {name: getattr(cfg.precision, name) for name in FLAGS}
     return {name: value for name, value in values.items() if value not in (None, 0)}
@@ -80,10 +80,10 @@ def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]
         for name in modules:
             if rule_of.setdefault(name, rule) != rule and assigned[name] != recipe:
                 reason = f"{rule_of[name]} and {rule} conflict on {name}; remove one"
-                raise bad_setting(reason, **_given(cfg))
+                raise bad_setting(reason, **_map_settings(cfg))
             assigned[name] = recipe
     if set(assigned.values()) == {"bf16"}:
-        raise bad_setting("no module is left in FP8; use --mixed_precision bf16", **_given(cfg))
+        raise bad_setting("no module is left in FP8; use --mixed_precision bf16", **_map_settings(cfg))
     return assigned
 
 
@@ -99,7 +99,7 @@ def resolve_map(cfg: Config, precision: Precision, config: Any) -> Precision:
     Hugging Face model are not known yet. UserError for an invalid map.
     """
     backend = precision.te_backend
-    if backend is None or not _given(cfg):
+    if backend is None or not _map_settings(cfg):
         return precision
     num_layers = config.num_hidden_layers
     requested = assign(cfg, te_names(num_layers), num_layers)
@@ -119,10 +119,10 @@ def resolve_map(cfg: Config, precision: Precision, config: Any) -> Precision:
 
 def _refuse_mixes(cfg: Config, by_module: dict[str, str]) -> None:
     """UserError for --fp8_all_gather with modules of several recipes."""
-    others = sorted(set(by_module.values()) - {cfg.recipe})
-    if cfg.sharding.fp8_all_gather and others:
-        reason = f"it gathers weights that are all in {cfg.recipe}; drop it, or {', '.join(others)}"
-        raise bad_setting(reason, fp8_all_gather=True, **_given(cfg))
+    exceptions = sorted(set(by_module.values()) - {cfg.recipe})
+    if cfg.sharding.fp8_all_gather and exceptions:
+        reason = f"it gathers weights that are all in {cfg.recipe}; drop it, or {', '.join(exceptions)}"
+        raise bad_setting(reason, fp8_all_gather=True, **_map_settings(cfg))
 
 
 def check_resume(meta: dict[str, Any], precision: Precision) -> None:

@@ -62,9 +62,9 @@ def test_micro_batches_are_summed_in_fp32_or_on_request_in_bf16():
         assert torch.equal(gradient_of(parameter), expected[name])
     model = Model()
     run_micro_batches(model, wrapped(model, "bf16")[0])
-    found = gradient_of(model.always)
-    assert found.dtype == torch.bfloat16
-    assert 0 < (found.float() - expected["always"]).norm() / expected["always"].norm() < 2e-2
+    total = gradient_of(model.always)
+    assert total.dtype == torch.bfloat16
+    assert 0 < (total.float() - expected["always"]).norm() / expected["always"].norm() < 2e-2
 
 
 def test_a_step_uses_the_sums_or_is_skipped_and_frees_them():

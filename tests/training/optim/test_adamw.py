@@ -23,8 +23,8 @@ def build(weight, cfg=None, precision=None) -> tuple[torch.nn.Module, FusedAdamW
     model = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.copy_(weight)
-    plan = choose_optimizer(config_from_dict(precision or {}), "single", on_gpu=True)
-    return model, build_optimizer(model, cfg or OptimConfig(learning_rate=1e-2), plan)
+    spec = choose_optimizer(config_from_dict(precision or {}), "single", on_gpu=True)
+    return model, build_optimizer(model, cfg or OptimConfig(learning_rate=1e-2), spec)
 
 
 def master(model, optimizer) -> torch.Tensor:
@@ -73,14 +73,14 @@ def test_without_masters_small_updates_are_lost(precision, lost):
 @pytest.mark.parametrize("precision", [{}, BF16_MOMENTS], ids=["fp32", "bf16"])
 def test_a_scaled_step_is_the_step_of_scaled_gradients(precision):
     start, grad = torch.randn(8, 8).bfloat16(), torch.randn(8, 8).bfloat16()
-    (one, scaled), (other, plain) = (build(start, precision=precision) for _ in range(2))
-    one.weight.grad, other.weight.grad = grad, grad * 0.25  # exact in BF16
+    (model, scaled), (twin, plain) = (build(start, precision=precision) for _ in range(2))
+    model.weight.grad, twin.weight.grad = grad, grad * 0.25  # exact in BF16
     step_if(scaled, apply=torch.tensor(True), scale=torch.tensor(0.25))
     plain.step()
-    assert torch.equal(master(one, scaled), master(other, plain))
-    expected = optimizer_state(plain, other)
+    assert torch.equal(master(model, scaled), master(twin, plain))
+    expected = optimizer_state(plain, twin)
     dtype = torch.bfloat16 if precision is BF16_MOMENTS else torch.float32
-    for name, value in optimizer_state(scaled, one).items():
+    for name, value in optimizer_state(scaled, model).items():
         assert value.dtype == (torch.int16 if "master" in name else dtype)
         assert torch.equal(value, expected[name])
 

@@ -39,13 +39,13 @@ def test_values_in_range_come_back_to_the_nearest_code(dtype, signed):
 @pytest.mark.parametrize("now", moments.FORMATS)
 def test_a_conversion_in_parts_equals_one_of_the_whole(saved, now, shape, monkeypatch):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    source, whole, parts = (moments.allocate(values, FIRST, name) for name in (saved, now, now))
+    source, at_once, parts = (moments.allocate(values, FIRST, name) for name in (saved, now, now))
     moments.write_(source, FIRST, values)
-    moments.write_(whole, FIRST, moments.read(source, FIRST))
+    moments.write_(at_once, FIRST, moments.read(source, FIRST))
     monkeypatch.setattr(moments, "CONVERTED_AT_ONCE", 4 * BLOCK)  # 2 rows
     moments.convert_(parts, source, FIRST, torch.device("cpu"))
-    assert parts.keys() == whole.keys() and parts[FIRST].any()
-    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    assert parts.keys() == at_once.keys() and parts[FIRST].any()
+    assert all(torch.equal(parts[name], at_once[name]) for name in at_once)
 
 
 @SIGNED
@@ -76,8 +76,8 @@ def test_the_random_bits_are_uniform_and_independent():
     assert ((bits.mean(1) - 0.5).abs() < 0.01).all()
     correlation = torch.corrcoef(bits) - torch.eye(64)
     assert correlation.abs().max() < 0.03
-    other, _ = moments.random_bits(2**16, torch.tensor(12346))
-    assert (first == other).float().mean() < 0.001
+    of_next_seed, _ = moments.random_bits(2**16, torch.tensor(12346))
+    assert (first == of_next_seed).float().mean() < 0.001
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_parameters_draw_different_random_bits():
         weight.grad = gradient.clone()
     adamw.step()
     for moment in (FIRST, SECOND):
-        one, other = (adamw.state[weight][moment] for weight in weights)
-        assert 0.2 < (one != other).float().mean() < 0.6  # a third, if the bits are independent
+        a, b = (adamw.state[weight][moment] for weight in weights)
+        assert 0.2 < (a != b).float().mean() < 0.6  # a third, if the bits are independent
     drawn = [moments.random_bits(4096, seed)[0] for seed in adamw._seeds()]
     assert not set(drawn[0].tolist()) & set(drawn[1].tolist()), "not even at other elements"
 

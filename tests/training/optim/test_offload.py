@@ -51,8 +51,8 @@ def values(model, optimizer) -> dict[str, torch.Tensor]:
     return {**model.state_dict(), **optimizer_state(optimizer, model)}
 
 
-def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
 
 
 @pytest.mark.parametrize("chunk", [3 * moments.BLOCK, offload.CHUNK])
@@ -63,9 +63,11 @@ def test_weights_and_state_are_the_same_bits_in_host_memory(formats, dtype, chun
     runs = [build(formats, dtype, offloaded=offloaded) for offloaded in (False, True)]
     for run in runs:
         train(*run, range(5))
-    one, other = (values(*run) for run in runs)
-    assert same_bits(one, other) and optimizer_steps(runs[1][1]) == 4
-    assert any(name.endswith(moments.EXPONENTS) for name in one) == ("fp8" in formats or "fp16" in formats)
+    on_device, on_host = (values(*run) for run in runs)
+    assert same_bits(on_device, on_host) and optimizer_steps(runs[1][1]) == 4
+    assert any(name.endswith(moments.EXPONENTS) for name in on_device) == (
+        "fp8" in formats or "fp16" in formats
+    )
 
 
 def test_a_skipped_step_leaves_the_state_as_it_was(monkeypatch):
@@ -106,8 +108,8 @@ def test_fp8_parameters_are_quantized_from_the_weights_of_a_run_without(chunk, o
 @pytest.mark.parametrize("first", [True, False])
 def test_state_moves_to_and_from_host_memory_between_steps(first):
     """As at a resume."""
-    whole = build(offloaded=False)
-    train(*whole, range(5))
+    uninterrupted = build(offloaded=False)
+    train(*uninterrupted, range(5))
     start, end = build(offloaded=first), build(offloaded=not first)
     train(*start, range(3))
     state = optimizer_state(end[1], end[0])
@@ -117,7 +119,7 @@ def test_state_moves_to_and_from_host_memory_between_steps(first):
             state[name].copy_(tensor)
     end[1].steps.copy_(start[1].steps)
     train(*end, range(3, 5))
-    assert same_bits(values(*whole), values(*end))
+    assert same_bits(values(*uninterrupted), values(*end))
 
 
 class Streams:
@@ -141,9 +143,9 @@ class Streams:
         def wait_event(event):
             queue.append(("wait", event.recorded))
 
-        def wait_stream(other):
+        def wait_stream(stream):
             event = self.Event()
-            event.record(other)
+            event.record(stream)
             wait_event(event)
 
         return SimpleNamespace(queue=queue, wait_event=wait_event, wait_stream=wait_stream)

@@ -23,7 +23,7 @@ GPU, CPU = {"on_gpu": True}, {"on_gpu": False}
 NO_MASTERS = {"master_weights": "none", "moment_dtype": "bf16"}
 
 
-def plan_of(settings, *, on_gpu, mode="single"):
+def spec_of(settings, *, on_gpu, mode="single"):
     return choose_optimizer(config_from_dict(settings), mode, on_gpu=on_gpu)
 
 
@@ -42,17 +42,17 @@ def plan_of(settings, *, on_gpu, mode="single"):
         ({}, GPU | {"mode": "ds_zero2"}, ("zero_adamw", BF16, True, 2 + 2 + 4 + 8)),
     ],
 )
-def test_the_plan_keeps_masters_in_fp32_unless_told_otherwise(settings, where, expected):
-    plan = plan_of(settings, **where)
-    assert (plan.kind, plan.parameter_dtype, plan.master_weights, plan.state_bytes) == expected
-    assert ("no masters" in plan.describe()) == (settings == NO_MASTERS)
+def test_the_spec_keeps_masters_in_fp32_unless_told_otherwise(settings, where, expected):
+    spec = spec_of(settings, **where)
+    assert (spec.kind, spec.parameter_dtype, spec.master_weights, spec.state_bytes) == expected
+    assert ("no masters" in spec.describe()) == (settings == NO_MASTERS)
 
 
 @pytest.mark.parametrize(("mode", "fp8"), [("hsdp", True), ("single", False)])  # which gathers nothing
 def test_weights_that_are_gathered_in_fp8_are_stored_in_fp8(mode, fp8):
     settings = {"fp8_all_gather": True, "use_te": True, "mixed_precision": "fp8", "fp8_scenario": "current"}
-    plan = plan_of(settings | {"sharding_mode": "hsdp"}, **GPU | {"mode": mode})
-    assert plan.holds_fp8_weights == fp8 and ("FP8 weights with FP32 masters" in plan.describe()) == fp8
+    spec = spec_of(settings | {"sharding_mode": "hsdp"}, **GPU | {"mode": mode})
+    assert spec.holds_fp8_weights == fp8 and ("FP8 weights with FP32 masters" in spec.describe()) == fp8
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_weights_that_are_gathered_in_fp8_are_stored_in_fp8(mode, fp8):
 )
 def test_dtypes_that_the_optimizer_cannot_hold_are_refused(settings, where, message):
     with pytest.raises(UserError, match=message) as error:
-        plan_of(settings, **where)
+        spec_of(settings, **where)
     assert error.value.exit_code == EXIT_BAD_SETTING
 
 
@@ -97,23 +97,23 @@ def test_dtypes_that_the_optimizer_cannot_hold_are_refused(settings, where, mess
     ],
 )
 def test_masters_and_moments_are_offloaded(settings, where, on_host):
-    plan = plan_of(settings | {"offload_optimizer": True}, **where)
+    spec = spec_of(settings | {"offload_optimizer": True}, **where)
     step = TrainingSetup(
-        config_from_dict(settings), ModelSize(10**9), plan, "single", gpus=1, gpus_per_node=1
+        config_from_dict(settings), ModelSize(10**9), spec, "single", gpus=1, gpus_per_node=1
     )
-    assert step.offloaded_state == on_host and ("offloaded" in plan.describe()) == bool(on_host)
+    assert step.offloaded_state == on_host and ("offloaded" in spec.describe()) == bool(on_host)
 
 
 def test_bf16_moments_warn_of_a_beta2_that_they_cannot_follow():
-    plans = [plan_of({"moment_dtype": name}, **GPU) for name in ("bf16", "fp32")]
-    assert "--adam_beta2 0.999" in moment_warning(plans[0], 0.999)
-    assert moment_warning(plans[0], 0.99) is moment_warning(plans[1], 0.999) is None
+    specs = [spec_of({"moment_dtype": name}, **GPU) for name in ("bf16", "fp32")]
+    assert "--adam_beta2 0.999" in moment_warning(specs[0], 0.999)
+    assert moment_warning(specs[0], 0.99) is moment_warning(specs[1], 0.999) is None
 
 
 def test_every_setting_reaches_the_optimizer_and_only_matrices_decay():
     cfg = OptimConfig(learning_rate=0.5, weight_decay=0.2, adam_beta1=0.7, adam_beta2=0.8, adam_epsilon=1e-3)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
-    matrices, vectors = build_optimizer(model, cfg, plan_of({}, **CPU)).param_groups
+    matrices, vectors = build_optimizer(model, cfg, spec_of({}, **CPU)).param_groups
     for group in (matrices, vectors):
         assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.7, 0.8), 1e-3)
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)
@@ -125,7 +125,7 @@ def test_every_setting_reaches_the_optimizer_and_only_matrices_decay():
 @pytest.fixture
 def linear():
     model = torch.nn.Linear(4, 3)
-    return model, build_optimizer(model, OptimConfig(), plan_of({}, **CPU))
+    return model, build_optimizer(model, OptimConfig(), spec_of({}, **CPU))
 
 
 def test_state_is_allocated_before_the_first_step_live_and_restorable(linear):

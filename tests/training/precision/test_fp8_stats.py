@@ -41,8 +41,14 @@ def counted(values: list[float], data: list[float], scale_inv=ONE, dtype=E4M3) -
 
 def test_shares_by_hand():
     values = [0.0, -0.0, 2.0, 448.0, 449.0, -500.0, HALF_STEP, -HALF_STEP]
-    found = counted(values, [0.0, -0.0, 2.0, 448.0, 448.0, -448.0, 0.0, -0.0])
-    assert found == {"underflow": 2 / 8, "overflow": 2 / 8, "amax": 500.0, "scale_min": 1.0, "scale_max": 1.0}
+    result = counted(values, [0.0, -0.0, 2.0, 448.0, 448.0, -448.0, 0.0, -0.0])
+    assert result == {
+        "underflow": 2 / 8,
+        "overflow": 2 / 8,
+        "amax": 500.0,
+        "scale_min": 1.0,
+        "scale_max": 1.0,
+    }
     assert counted([1.0, torch.inf], [1.0, 448.0])["amax"] == torch.inf
     assert torch.tensor(counted([1.0, torch.nan], [1.0, torch.nan])["amax"]).isnan()
     assert counted([0.0, 0.0], [0.0, 0.0], torch.tensor(0.125))["scale_min"] == 8.0
@@ -90,15 +96,15 @@ def naive(original, data, scale_inv, block) -> dict[str, float]:
     """Compute the statistics of [M, N] element by element."""
     m, n = block or original.shape
     rows, columns = original.shape
-    each = scale_inv.reshape(1, 1) if block is None else scale_inv
-    each = each.repeat_interleave(m, 0).repeat_interleave(n, 1)[:rows, :columns]
+    steps = scale_inv.reshape(1, 1) if block is None else scale_inv
+    steps = steps.repeat_interleave(m, 0).repeat_interleave(n, 1)[:rows, :columns]
     x, nonzero = original.float(), original != 0
     return {
         "underflow": (nonzero & (data.float() == 0)).double().mean().item(),
-        "overflow": (x.abs() > torch.finfo(data.dtype).max * each * (1 + 1e-6)).double().mean().item(),
+        "overflow": (x.abs() > torch.finfo(data.dtype).max * steps * (1 + 1e-6)).double().mean().item(),
         "amax": x.abs().max().item(),
-        "scale_min": 1 / each[nonzero].max().item(),
-        "scale_max": 1 / each[nonzero].min().item(),
+        "scale_min": 1 / steps[nonzero].max().item(),
+        "scale_max": 1 / steps[nonzero].min().item(),
     }
 
 
@@ -113,9 +119,9 @@ def test_counts_are_the_same_in_parts_of_any_size(monkeypatch, part, block):
     scales = scale_inv if block is None else scale_inv.repeat_interleave(block[0], 0)[:300]
     scales = scales if block is None else scales.repeat_interleave(block[1], 1)[:, :200]
     data = (original.float() / scales).clamp(-448, 448).to(E4M3)
-    found = shares(cast_counts(original, Quantized(data, scale_inv, block)).tolist())
-    assert found == pytest.approx(naive(original, data, scale_inv, block), rel=1e-6)
-    assert found["underflow"] > 0.01 and found["overflow"] > 0.001
+    result = shares(cast_counts(original, Quantized(data, scale_inv, block)).tolist())
+    assert result == pytest.approx(naive(original, data, scale_inv, block), rel=1e-6)
+    assert result["underflow"] > 0.01 and result["overflow"] > 0.001
 
 
 def test_statistics_that_need_a_missing_value_are_omitted():
@@ -170,22 +176,22 @@ def expected(x: torch.Tensor, dtype: torch.dtype, smallest: float, *, rows: bool
 
 def watched(te_backend: str | None, model: nn.Module, recipe: str = "delayed") -> Fp8Stats:
     """Statistics of every second step."""
-    found = Precision(recipe, recipe, te_backend=te_backend)
-    stats = Fp8Stats(config_from_dict({"fp8_stats_interval": 2}), found, Path())
+    precision = Precision(recipe, recipe, te_backend=te_backend)
+    stats = Fp8Stats(config_from_dict({"fp8_stats_interval": 2}), precision, Path())
     stats.attach(model)
     return stats
 
 
 def statistics(stats: Fp8Stats, step) -> dict[str, dict[str, float]]:
     """Statistics by tensor of a watched step; those of a step that is not watched are empty."""
-    found = []
+    logged = []
     for number in (1, 2, 3):
         stats.before_step(number)
         step()
-        found.append(stats.after_step(number, alone()))
-    assert not found[0] and not found[2]
+        logged.append(stats.after_step(number, alone()))
+    assert not logged[0] and not logged[2]
     tensors: dict[str, dict[str, float]] = {}
-    for name, value in found[1].items():
+    for name, value in logged[1].items():
         prefix, module, tensor, statistic = name.split("/")
         assert (prefix, module) == ("fp8", PROJ)
         tensors.setdefault(tensor, {})[statistic] = value
@@ -204,14 +210,14 @@ def test_casts_of_an_emulated_layer_are_counted():
                 model(x.clone().requires_grad_()).backward(grad)
 
     stats = watched("emulated", model)
-    found = statistics(stats, step)
-    assert found == {
+    counts = statistics(stats, step)
+    assert counts == {
         "activation": pytest.approx(expected(x, E4M3, 2.0**-9)),
         "weight": pytest.approx(expected(weight, E4M3, 2.0**-9)),
         "gradient": pytest.approx(expected(grad, E5M2, 2.0**-16)),
     }
-    assert all(0.01 < found[tensor]["underflow"] < 0.99 for tensor in found)
-    assert statistics(stats, lambda: step(2)) == {t: pytest.approx(v) for t, v in found.items()}
+    assert all(0.01 < counts[tensor]["underflow"] < 0.99 for tensor in counts)
+    assert statistics(stats, lambda: step(2)) == {t: pytest.approx(v) for t, v in counts.items()}
     stats.before_step(2)
     stats.close()
     assert "gemms" not in vars(linear)
@@ -227,10 +233,10 @@ def test_blocks_along_rows_are_counted():
         with te.autocast(enabled=True, recipe=recipes.Float8BlockScaling()):
             model(x.clone().requires_grad_()).sum().backward()
 
-    found = statistics(watched("emulated", model), step)["activation"]
+    activation = statistics(watched("emulated", model), step)["activation"]
     # Powers of two below 448e-6 and 448 * 16.
-    assert (found["scale_min"], found["scale_max"]) == (2.0**-12, 4096.0)
-    assert found["underflow"] == 126 / x.numel()
+    assert (activation["scale_min"], activation["scale_max"]) == (2.0**-12, 4096.0)
+    assert activation["underflow"] == 126 / x.numel()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -241,15 +247,15 @@ def test_casts_of_torchao_are_repeated(recipe):
     linear.weight.data.copy_(weight)
     model = Tree(linear)
     torchao_fp8.convert(model, lambda name: recipe, emulated=True)
-    found = statistics(watched(None, model), lambda: model(x.clone().requires_grad_()).backward(grad))
+    counts = statistics(watched(None, model), lambda: model(x.clone().requires_grad_()).backward(grad))
     rows = recipe == "rowwise"
     for_gradients = (E4M3, 2.0**-9) if rows else (E5M2, 2.0**-16)
-    assert found == {
+    assert counts == {
         "activation": pytest.approx(expected(x, E4M3, 2.0**-9, rows=rows)),
         "weight": pytest.approx(expected(weight, E4M3, 2.0**-9, rows=rows)),
         "gradient": pytest.approx(expected(grad, *for_gradients, rows=rows)),
     }
-    assert found["activation"]["underflow"] > 0.05
+    assert counts["activation"]["underflow"] > 0.05
 
 
 @pytest.mark.parametrize("layers", ["--use_te --te_backend emulated", "--gradient_checkpointing"])
@@ -292,30 +298,30 @@ NATIVE = Precision("delayed", "delayed", te_backend="native")
 
 
 @pytest.mark.parametrize(
-    ("settings", "found", "compiles", "words"),
+    ("settings", "precision", "compiles", "words"),
     [
         ({}, Precision("bf16", "bf16"), False, r": nothing .*bf16; use fp8"),
         ({}, Precision("tensorwise", "tensorwise"), True, r": .*add --no_compile"),
         ({}, NATIVE, False, r"not installed; run: pip install nvdlfw"),
     ],
 )
-def test_a_run_without_casts_to_count_is_refused(monkeypatch, settings, found, compiles, words):
+def test_a_run_without_casts_to_count_is_refused(monkeypatch, settings, precision, compiles, words):
     monkeypatch.setattr(fp8_inspect, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=rf"^--fp8_stats_interval 5.*{words}"):
-        check(config_from_dict(settings | {"fp8_stats_interval": 5}), found, compiles=compiles)
-    check(config_from_dict({}), found, compiles=compiles)
-    Fp8Stats(config_from_dict({}), found, Path()).after_step(5, alone())
+        check(config_from_dict(settings | {"fp8_stats_interval": 5}), precision, compiles=compiles)
+    check(config_from_dict({}), precision, compiles=compiles)
+    Fp8Stats(config_from_dict({}), precision, Path()).after_step(5, alone())
 
 
 def test_casts_of_te_are_inspected_in_modules_that_run_in_fp8():
     recipes = {"layernorm_qkv": "delayed", "proj": "bf16", "layernorm_mlp": "nvfp4"}
     by_module = {name: recipes[name.rpartition(".")[2]] for name in te_names(12)}
     names = (*te_names(12), "layers.11.layernorm_mlp.fc1", "layers.11.layernorm_mlp.fc2")
-    for found, expected in (
+    for precision, expected in (
         (Precision("delayed", "delayed", by_module=by_module), [n for n in names if "proj" not in n]),
         (Precision("current", "current"), list(names)),
     ):
-        [task] = inspect_config(found).values()
+        [task] = inspect_config(precision).values()
         pattern = task["layers"]["layer_name_regex_pattern"]
         assert [name for name in names if re.search(pattern, name)] == expected
         assert task["transformer_engine"] == {FEATURE: {"enabled": True}}
@@ -325,8 +331,8 @@ def te_tensor(data: torch.Tensor, **attributes) -> SimpleNamespace:
     """Fake of a quantized TE tensor: bytes with their format as an attribute."""
     formats = {E4M3: "kFloat8E4M3", E5M2: "kFloat8E5M2"}
     name = "_data" if "_scale_inv" in attributes else "_rowwise_data"
-    found = {name: data.view(torch.uint8), "_fp8_dtype": SimpleNamespace(name=formats[data.dtype])}
-    return SimpleNamespace(**found, **attributes)
+    bytes_of_codes = {name: data.view(torch.uint8), "_fp8_dtype": SimpleNamespace(name=formats[data.dtype])}
+    return SimpleNamespace(**bytes_of_codes, **attributes)
 
 
 def test_quantized_te_tensors_are_read_without_the_padding_of_their_scales():
@@ -336,16 +342,16 @@ def test_quantized_te_tensors_are_read_without_the_padding_of_their_scales():
     data = torch.ones(130, 300).to(E4M3)
     tiles = torch.full((2, 4), -1.0)  # [2, 3] padded to 4
     tiles[:, :3] = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    whole = read_cast(te_tensor(data, _is_2D_scaled=True, _rowwise_scale_inv=tiles)).dequantize()
-    assert (whole[0, 0], whole[127, 255], whole[129, 299]) == (1.0, 2.0, 6.0)
+    read = read_cast(te_tensor(data, _is_2D_scaled=True, _rowwise_scale_inv=tiles)).dequantize()
+    assert (read[0, 0], read[127, 255], read[129, 299]) == (1.0, 2.0, 6.0)
     rows = torch.arange(3 * 132.0).reshape(3, 132)  # [130, 3] the other way round, padded to 132
-    whole = read_cast(te_tensor(data, _is_2D_scaled=False, _rowwise_scale_inv=rows)).dequantize()
-    assert (whole[0, 0], whole[129, 127], whole[5, 299]) == (0.0, 129.0, 2 * 132 + 5)
+    read = read_cast(te_tensor(data, _is_2D_scaled=False, _rowwise_scale_inv=rows)).dequantize()
+    assert (read[0, 0], read[129, 127], read[5, 299]) == (0.0, 129.0, 2 * 132 + 5)
     exponents = torch.zeros(256, 12, dtype=torch.uint8)  # [130, 9 1/3 + padding] padded to 128 x 4
     exponents[:130, :10] = 127
     exponents[129, 9], exponents[0, 1] = 130, 120
-    whole = read_cast(te_tensor(data, _rowwise_scale_inv=exponents)).dequantize()
-    assert (whole[0, 0], whole[0, 32], whole[129, 299]) == (1.0, 2.0**-7, 8.0)
+    read = read_cast(te_tensor(data, _rowwise_scale_inv=exponents)).dequantize()
+    assert (read[0, 0], read[0, 32], read[129, 299]) == (1.0, 2.0**-7, 8.0)
 
 
 def test_te_packs_two_fp4_values_in_a_byte():

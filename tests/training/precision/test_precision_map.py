@@ -74,27 +74,27 @@ def test_documented_maps_can_be_given():
     text = (ROOT / "docs/precision.md").read_text(encoding="utf-8")
     maps = re.findall(r"--precision_map \"([^\s\"()]+=[^\s\"()]+)", text)
     assert maps
-    for found in maps:
-        names = te_names(4) if "self_attention" in found else HF_NAMES
-        settings = TE if "self_attention" in found else HF
-        assert "bf16" in assign(config_from_dict(settings | {"precision_map": found}), names, 4).values()
+    for entry in maps:
+        names = te_names(4) if "self_attention" in entry else HF_NAMES
+        settings = TE if "self_attention" in entry else HF
+        assert "bf16" in assign(config_from_dict(settings | {"precision_map": entry}), names, 4).values()
 
 
 def test_settings_reach_exactly_their_modules():
     assert set(te().values()) == {"delayed"}
     text = "layers.0=bf16, layers.1.*.proj = current"
-    found = te(layers=3, precision_map=text, fp8_scenario="block", bf16_last_layers=1)
+    assigned = te(layers=3, precision_map=text, fp8_scenario="block", bf16_last_layers=1)
     expected = ["bf16"] * 3 + ["block", "current", "block"] + ["bf16"] * 3
-    assert found == dict(zip(te_names(3), expected, strict=True))
-    found = te(bf16_first_layers=2, bf16_last_layers=1, precision_map="layers.0.layernorm_mlp=bf16")
-    assert list(found.values()) == ["bf16"] * 6 + ["delayed"] * 3 + ["bf16"] * 3
+    assert assigned == dict(zip(te_names(3), expected, strict=True))
+    assigned = te(bf16_first_layers=2, bf16_last_layers=1, precision_map="layers.0.layernorm_mlp=bf16")
+    assert list(assigned.values()) == ["bf16"] * 6 + ["delayed"] * 3 + ["bf16"] * 3
 
 
 def test_a_hugging_face_model_has_torchaos_recipes():
-    found = assign(config_from_dict(HF | {"precision_map": "mlp.down_proj=rowwise"}), HF_NAMES, 4)
-    assert found == {n: "rowwise" if n.endswith("down_proj") else "tensorwise" for n in HF_NAMES}
-    found = assign(config_from_dict(HF | {"bf16_first_layers": 3, "fp8_scenario": "rowwise"}), HF_NAMES, 4)
-    assert [name for name, recipe in found.items() if recipe == "rowwise"] == HF_NAMES[6:]
+    assigned = assign(config_from_dict(HF | {"precision_map": "mlp.down_proj=rowwise"}), HF_NAMES, 4)
+    assert assigned == {n: "rowwise" if n.endswith("down_proj") else "tensorwise" for n in HF_NAMES}
+    assigned = assign(config_from_dict(HF | {"bf16_first_layers": 3, "fp8_scenario": "rowwise"}), HF_NAMES, 4)
+    assert [name for name, recipe in assigned.items() if recipe == "rowwise"] == HF_NAMES[6:]
 
 
 @pytest.mark.parametrize(
@@ -166,28 +166,28 @@ def test_a_recipe_of_the_map_falls_back_like_the_run(monkeypatch):
     too_old = {"mxfp8": "capability 10.0 required"}
     monkeypatch.setattr(precision, "why_not", lambda name, backend: too_old.get(name))
     cfg = TE | {"te_backend": "emulated", "precision_map": "proj=mxfp8", "fp8_scenario": "current"}
-    found = resolve(**cfg)
-    assert {found.by_module[name] for name in te_names(2) if name.endswith("proj")} == {"delayed"}
-    assert found.in_use == {"current", "delayed"} and found.effective == "current"
-    assert list(found.map_fallbacks) == ["mxfp8"]
-    assert "--precision_map ...=mxfp8 cannot run here: capability 10.0" in found.map_fallbacks["mxfp8"]
-    assert found.as_dict()["map_fallbacks"] == found.map_fallbacks
+    resolved = resolve(**cfg)
+    assert {resolved.by_module[name] for name in te_names(2) if name.endswith("proj")} == {"delayed"}
+    assert resolved.in_use == {"current", "delayed"} and resolved.effective == "current"
+    assert list(resolved.map_fallbacks) == ["mxfp8"]
+    assert "--precision_map ...=mxfp8 cannot run here: capability 10.0" in resolved.map_fallbacks["mxfp8"]
+    assert resolved.as_dict()["map_fallbacks"] == resolved.map_fallbacks
     with pytest.raises(UserError, match=r"--precision_map ...=mxfp8 cannot run here"):
         resolve(**cfg, fp8_fallback="error")
 
 
-def build(found: Precision, **options) -> torch.nn.Module:
+def build(resolved: Precision, **options) -> torch.nn.Module:
     spec, sizes = ModelSpec("test", CONFIG, None), {"packed": False, "max_positions": 64}
     made = {"te_backend": "emulated", "dtype": torch.bfloat16, "device": CPU}
     model = build_model(spec, BuildOptions(**made, **sizes, **options))
-    precision_map.apply(model, found)
+    precision_map.apply(model, resolved)
     return model
 
 
-def train(found: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+def train(resolved: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module, list[torch.Tensor]]:
     """Return a model after some steps in these recipes, and its losses and gradients."""
-    model, computed = build(found, **options), []
-    autocast = build_autocast(found, device=CPU, parameter_dtype=torch.bfloat16)
+    model, computed = build(resolved, **options), []
+    autocast = build_autocast(resolved, device=CPU, parameter_dtype=torch.bfloat16)
     ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
     for _ in range(steps):
         with autocast():
@@ -201,8 +201,8 @@ def train(found: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module,
     return model, computed
 
 
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -226,9 +226,9 @@ def test_a_map_of_one_recipe_for_all_is_that_recipe(around, inside, recompute):
 
 def test_every_module_runs_in_what_it_was_given():
     text = "layers.1.self_attention.proj=current,layers.1.layernorm_mlp=bf16,layers.1.*.layernorm_qkv=mxfp8"
-    found = resolve(precision_map=text, bf16_first_layers=1, fp8_scenario="block")
-    assert found.describe() == "by module (bf16, current, mxfp8)" and BF16.describe() == "bf16"
-    model, computed = train(found, steps=1)
+    resolved = resolve(precision_map=text, bf16_first_layers=1, fp8_scenario="block")
+    assert resolved.describe() == "by module (bf16, current, mxfp8)" and BF16.describe() == "bf16"
+    model, computed = train(resolved, steps=1)
     rows = {
         (row.modules, row.precision): row.count for row in coverage(model, Precision("block", "block")).rows
     }

@@ -65,8 +65,8 @@ def test_the_table_is_complete_and_loads_without_torch():
 def test_a_recipe_is_named_in_the_table_only():
     folders = ("core", "data", "te_models", "training", "benchmarks")
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
-        found = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
-        named = {name for name in RECIPES if name in found}
+        constants = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
+        named = {name for name in RECIPES if name in constants}
         assert not named or path.relative_to(ROOT).as_posix() in NAMING_A_RECIPE, (path, named)
 
 
@@ -92,21 +92,23 @@ def test_a_recipe_added_to_the_table_is_resolved_checked_and_counted(monkeypatch
         checks.check_settings(settings(fp8_format="e4m3"), new)
     with pytest.raises(UserError, match="hidden_size 100 not a multiple of 128"):
         checks.check_sizes(new, "m", {"hidden_size": 100})
-    found, reason = precision.recipe_or_fallback("new", "--fp8_scenario new", settings(**TE_FP8), "native")
-    assert found == "delayed" and "capability 10.0" in reason
+    name, reason = precision.recipe_or_fallback("new", "--fp8_scenario new", settings(**TE_FP8), "native")
+    assert name == "delayed" and "capability 10.0" in reason
 
 
 def test_every_setting_reaches_the_recipe(monkeypatch):
-    own = SimpleNamespace
-    te = own(DelayedScaling=own, Float8CurrentScaling=own, Format={"E4M3": 1, "HYBRID": 2}, MMParams=own)
+    record = SimpleNamespace
+    te = record(
+        DelayedScaling=record, Float8CurrentScaling=record, Format={"E4M3": 1, "HYBRID": 2}, MMParams=record
+    )
     monkeypatch.setattr(precision, "te_recipes", lambda backend: te)
-    given = {"fp8_margin": 3, "fp8_amax_history_len": 7, "fp8_amax_compute_algo": "most_recent"}
-    given |= {"fp8_format": "e4m3", "fp8_fast_accumulation": True}
-    slow = own(use_split_accumulator=False)
-    shared = own(fp8_format=1, fp8_gemm_dgrad=slow, fp8_gemm_wgrad=slow)
-    assert make_recipe("current", settings(**given).precision) == shared
-    delayed = own(**vars(shared), margin=3, amax_history_len=7, amax_compute_algo="most_recent")
-    assert make_recipe("delayed", settings(**given).precision) == delayed
+    values = {"fp8_margin": 3, "fp8_amax_history_len": 7, "fp8_amax_compute_algo": "most_recent"}
+    values |= {"fp8_format": "e4m3", "fp8_fast_accumulation": True}
+    slow = record(use_split_accumulator=False)
+    shared = record(fp8_format=1, fp8_gemm_dgrad=slow, fp8_gemm_wgrad=slow)
+    assert make_recipe("current", settings(**values).precision) == shared
+    delayed = record(**vars(shared), margin=3, amax_history_len=7, amax_compute_algo="most_recent")
+    assert make_recipe("delayed", settings(**values).precision) == delayed
     assert not hasattr(make_recipe("delayed", settings().precision), "fp8_gemm_dgrad")
     monkeypatch.undo()
     for fp32 in (False, True):
@@ -144,9 +146,9 @@ def test_a_recipe_falls_back_with_a_reason_or_stops(monkeypatch):
     assert (default.requested, default.effective, default.fallback_reason) == ("delayed", "delayed", None)
     assert resolve_precision(settings(use_te=True, mixed_precision="bf16")).recipe is None
     mxfp8 = TE_FP8 | {"fp8_scenario": "mxfp8"}
-    found = resolve_precision(settings(**mxfp8))
-    assert (found.requested, found.effective, found.recipe) == ("mxfp8", "delayed", "delayed")
-    assert "capability 10.0" in found.fallback_reason and found.as_dict()["fallback_reason"]
+    resolved = resolve_precision(settings(**mxfp8))
+    assert (resolved.requested, resolved.effective, resolved.recipe) == ("mxfp8", "delayed", "delayed")
+    assert "capability 10.0" in resolved.fallback_reason and resolved.as_dict()["fallback_reason"]
     message = r"--fp8_scenario mxfp8 cannot run here: .*This machine runs: delayed, current, block"
     with pytest.raises(UserError, match=message):
         resolve_precision(settings(**mxfp8, fp8_fallback="error"))
@@ -183,17 +185,17 @@ def test_a_flag_that_no_recipe_in_use_reads_is_refused(monkeypatch, name):
     flag = f"--{name}" if VALUES[name] is True else f"--{name} {VALUES[name]}"
     for recipe, spec in RECIPES.items():
         backend = "native" if spec.te_class else None
-        for found in (
+        for resolved in (
             Precision(recipe, recipe, te_backend=backend),
             Precision("delayed", "delayed", te_backend=backend, by_module={"layers.0.x": recipe}),
         ):
             if name in spec.settings:
-                checks.check_settings(cfg, found)
+                checks.check_settings(cfg, resolved)
                 continue
             with pytest.raises(
                 UserError, match=rf"^{flag}: applies to .*, not to {recipe}; drop it"
             ) as error:
-                checks.check_settings(cfg, found)
+                checks.check_settings(cfg, resolved)
             assert error.value.exit_code == EXIT_BAD_SETTING and error.value.flags == {name}
 
 
@@ -215,14 +217,14 @@ def test_fp32_scales_of_blocks_are_refused_on_blackwell(monkeypatch):
 
 @pytest.mark.parametrize("name", TE_RECIPES)
 def test_tokens_and_sizes_are_multiples_of_what_the_kernels_take(name):
-    found = Precision("mxfp8", name, recipe=object())
+    resolved = Precision("mxfp8", name, recipe=object())
     tokens, features = {"block": (128, 128), "mxfp8": (32, 32), "nvfp4": (128, 32)}.get(name, (16, 16))
-    assert found.token_multiple == tokens
-    checks.check_sizes(found, "m", {"hidden_size": features * 3})
+    assert resolved.token_multiple == tokens
+    checks.check_sizes(resolved, "m", {"hidden_size": features * 3})
     odd = features * 3 + 8
     message = rf"--fp8_scenario {name} --model_name m: hidden_size {odd} not a multiple of {features}, .*bf16"
     with pytest.raises(UserError, match=message):
-        checks.check_sizes(found, "m", {"hidden_size": odd, "fine": features})
+        checks.check_sizes(resolved, "m", {"hidden_size": odd, "fine": features})
     bf16 = Precision("bf16", "bf16")
     checks.check_sizes(bf16, "m", {"hidden_size": 7})
     assert bf16.token_multiple == 8 and Precision("rowwise", "rowwise").token_multiple == 16

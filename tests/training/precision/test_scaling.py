@@ -36,8 +36,8 @@ def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in scaling_state(model).items()}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_scaling_state_is_found_frozen_and_restored():
@@ -91,12 +91,12 @@ def test_scrub_clears_non_finite_amaxes_and_gradient_scaling_changes_backward_on
 def test_calibration_runs_on_the_first_tokens(packed, limit, shape):
     rows = [[sample(4), sample(6)], [sample(9)], [sample(2)], [sample(10)]]
     inputs = build_batch(rows, 10, 0, max_seqlen=10 if packed else None).inputs
-    found = first_tokens(inputs, limit)
+    part = first_tokens(inputs, limit)
     for name in ("input_ids", "labels", "position_ids"):
-        assert torch.equal(found[name], inputs[name][: shape[0], : shape[1]])
+        assert torch.equal(part[name], inputs[name][: shape[0], : shape[1]])
     if packed:
         starts = {8: [0, 4, 8], 30: [0, 4, 10, 19, 20, 22, 30], 40: [0, 4, 10, 19, 20, 22, 30, 40]}
-        assert found["cu_seqlens"].tolist() == starts[limit] and found["max_seqlen"] == 10
+        assert part["cu_seqlens"].tolist() == starts[limit] and part["max_seqlen"] == 10
 
 
 def test_calibration_needs_labels():

@@ -61,26 +61,26 @@ def ran(model: HFCausalLM) -> dict[str, tuple[str, str]]:
 
 def test_coverage_counts_every_linear_layer_and_its_share():
     """7 layers a block with 1024 + 512 + 512 + 1024 + 3 * 1536 weights, and a head of 2048, in BF16."""
-    found = coverage(build(), Precision("tensorwise", "tensorwise"))
-    assert found.fp8_modules == 14 and found.fp8_gemm_share == pytest.approx(15360 / 17408)
-    rows = {row.modules.removeprefix("model."): (row.count, row.precision) for row in found.rows}
+    table = coverage(build(), Precision("tensorwise", "tensorwise"))
+    assert table.fp8_modules == 14 and table.fp8_gemm_share == pytest.approx(15360 / 17408)
+    rows = {row.modules.removeprefix("model."): (row.count, row.precision) for row in table.rows}
     assert rows == {f"model.layers.*.{name}": (2, "fp8 tensorwise") for name in LINEARS} | {
         "lm_head": (1, "bf16")
     }
-    assert {row.gemm_share for row in found.rows if "o_proj" in row.modules} == {2048 / 17408}
-    found = coverage(build(recipe_of=lambda name: "rowwise_with_gw_hp"), Precision("x", "x"))
-    assert found.fp8_gemm_share == pytest.approx(2 / 3 * 15360 / 17408)
-    assert any("(gradients of weights in BF16)" in line for line in found.lines())
+    assert {row.gemm_share for row in table.rows if "o_proj" in row.modules} == {2048 / 17408}
+    table = coverage(build(recipe_of=lambda name: "rowwise_with_gw_hp"), Precision("x", "x"))
+    assert table.fp8_gemm_share == pytest.approx(2 / 3 * 15360 / 17408)
+    assert any("(gradients of weights in BF16)" in line for line in table.lines())
 
 
 def test_layers_run_in_the_recipe_of_their_name_or_carry_the_reason():
     recipes = {"q_proj": "rowwise", "k_proj": "bf16", "v_proj": None}
     model = build(intermediate_size=40, recipe_of=lambda n: recipes.get(n.rpartition(".")[2], "tensorwise"))
-    found = ran(model)
-    assert found["q_proj"] == ("fp8 rowwise", "") and found["o_proj"] == ("fp8 tensorwise", "")
-    assert found["k_proj"] == found["v_proj"] == ("bf16", "")
-    assert found["up_proj"] == found["gate_proj"] == ("bf16", "outputs 40: not a multiple of 16")
-    assert found["down_proj"] == ("bf16", "inputs 40: not a multiple of 16")
+    modules = ran(model)
+    assert modules["q_proj"] == ("fp8 rowwise", "") and modules["o_proj"] == ("fp8 tensorwise", "")
+    assert modules["k_proj"] == modules["v_proj"] == ("bf16", "")
+    assert modules["up_proj"] == modules["gate_proj"] == ("bf16", "outputs 40: not a multiple of 16")
+    assert modules["down_proj"] == ("bf16", "inputs 40: not a multiple of 16")
     lines = coverage(model, Precision("x", "x")).lines()
     assert any("down_proj" in line and "(inputs 40: not a multiple" in line for line in lines)
 
@@ -90,8 +90,10 @@ def test_scales_are_powers_of_two_by_row_or_any_fp32_number_by_choice():
         for fp32_scales in (False, True):
             model = build(recipe_of=None)
             torchao_fp8.convert(model, lambda name, r=recipe: r, emulated=True, fp32_scales=fp32_scales)
-            found = {m.config.round_scales_to_power_of_2 for m in model.modules() if hasattr(m, "fp8_recipe")}
-            assert found == {recipe.startswith("rowwise") and not fp32_scales}
+            rounded = {
+                m.config.round_scales_to_power_of_2 for m in model.modules() if hasattr(m, "fp8_recipe")
+            }
+            assert rounded == {recipe.startswith("rowwise") and not fp32_scales}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -179,9 +181,9 @@ def test_routers_that_are_linear_layers_are_not_converted(model_type):
     ids = torch.randint(3, 64, (1, 32), generator=torch.Generator().manual_seed(0))
     loss = model(ids, ids.roll(-1), torch.arange(32)[None]).loss
     loss.backward()
-    found = ran(model)
-    assert loss.isfinite() and found["router"][0] == "bf16" and found["q_proj"][0] == "fp8 tensorwise"
-    assert found.get("down_proj", ["bf16"])[0] == "bf16"  # Llama 4's shared expert is changed in place
+    modules = ran(model)
+    assert loss.isfinite() and modules["router"][0] == "bf16" and modules["q_proj"][0] == "fp8 tensorwise"
+    assert modules.get("down_proj", ["bf16"])[0] == "bf16"  # Llama 4's shared expert is changed in place
 
 
 SMALL = (
@@ -207,8 +209,8 @@ def environment(folder: Path) -> dict:
     return json.loads((folder / "env.json").read_text())
 
 
-def same_export(one: Path, other: Path) -> bool:
-    a, b = (load_file(folder / "export" / "model.safetensors") for folder in (one, other))
+def same_export(first: Path, second: Path) -> bool:
+    a, b = (load_file(folder / "export" / "model.safetensors") for folder in (first, second))
     return a.keys() == b.keys() and all(torch.equal(weight, b[name]) for name, weight in a.items())
 
 
@@ -230,23 +232,23 @@ def test_any_architecture_trains_about_as_in_bf16(model_type, recipes, fp8, mode
     reference = losses(train(tmp_path / "bf16", f"{flags} --mixed_precision bf16"))
     for recipe in recipes:
         folder = train(tmp_path / recipe, f"{flags} --mixed_precision fp8 --fp8_scenario {recipe}")
-        found = environment(folder)
-        assert (found["recipe"], found["emulated"]) == (recipe, True)
-        assert found["coverage"]["fp8_modules"] == fp8 and found["attention_backend"] == "packed_causal"
+        recorded = environment(folder)
+        assert (recorded["recipe"], recorded["emulated"]) == (recipe, True)
+        assert recorded["coverage"]["fp8_modules"] == fp8 and recorded["attention_backend"] == "packed_causal"
         assert losses(folder) == pytest.approx(reference, rel=5e-3) and losses(folder) != reference
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_and_its_export_loads(models, tmp_path):
     flags = f"--model_name {models}/qwen2 --mixed_precision fp8 --save_interval 3 --gradient_checkpointing"
     flags += " --bf16_first_layers 1 --precision_map layers.1.mlp=rowwise --max_steps 6"
-    whole = train(tmp_path / "whole", flags)
-    again = train(tmp_path / "again", f"{flags} --resume {whole}/checkpoints/step_000003")
-    assert losses(again) == {step: loss for step, loss in losses(whole).items() if step > 3}
-    assert same_export(whole, again)
-    _, info = AutoModelForCausalLM.from_pretrained(whole / "export", output_loading_info=True)
+    uninterrupted = train(tmp_path / "uninterrupted", flags)
+    again = train(tmp_path / "again", f"{flags} --resume {uninterrupted}/checkpoints/step_000003")
+    assert losses(again) == {step: loss for step, loss in losses(uninterrupted).items() if step > 3}
+    assert same_export(uninterrupted, again)
+    _, info = AutoModelForCausalLM.from_pretrained(uninterrupted / "export", output_loading_info=True)
     assert not any(info[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     counts: dict[str, int] = {}
-    for row in environment(whole)["coverage"]["rows"]:
+    for row in environment(uninterrupted)["coverage"]["rows"]:
         counts[row["precision"]] = counts.get(row["precision"], 0) + row["count"]
     assert counts == {"bf16": 7 + 1, "fp8 tensorwise": 4, "fp8 rowwise": 3}
 
@@ -270,18 +272,18 @@ def test_two_ranks_train_as_one_process(on_one, models, tmp_path):
 
 def test_weights_gathered_in_fp8_train_as_one_process_and_resume_bit_for_bit(on_one, models, tmp_path):
     flags = f"{ON_TWO} --model_name {models}/llama {GATHERED}"
-    whole = train_on_ranks(tmp_path / "whole", flags).folder
-    assert losses(whole) == pytest.approx(on_one, rel=2e-3)
-    resume = f"--resume {whole}/checkpoints/step_000002"
+    uninterrupted = train_on_ranks(tmp_path / "uninterrupted", flags).folder
+    assert losses(uninterrupted) == pytest.approx(on_one, rel=2e-3)
+    resume = f"--resume {uninterrupted}/checkpoints/step_000002"
     again = train_on_ranks(tmp_path / "again", f"{flags} {resume}").folder
-    assert losses(again) == {step: loss for step, loss in losses(whole).items() if step > 2}
-    assert same_export(whole, again)
+    assert losses(again) == {step: loss for step, loss in losses(uninterrupted).items() if step > 2}
+    assert same_export(uninterrupted, again)
 
 
 def gathered(rank: int, folder: Path) -> None:
     """Step BF16 shards under our own optimizer: plain; gathered in FP8, with the state in host memory."""
     mesh = init_device_mesh("cpu", (2,))
-    found = {}
+    results = {}
     for all_gather in (False, True):
         model = build(recipe_of=None).to(torch.bfloat16)
         torchao_fp8.convert(model, lambda name: "tensorwise", emulated=True, all_gather=all_gather)
@@ -309,14 +311,14 @@ def gathered(rank: int, folder: Path) -> None:
             optimizer.step(scale=torch.tensor(1.0), apply=torch.tensor(True))
             optimizer.zero_grad()
             history.append(loss.item())
-        found[all_gather] = history, weight.full_tensor()
+        results[all_gather] = history, weight.full_tensor()
         if all_gather:
             largest = local(weight).float().abs().max()
             dist.all_reduce(largest, dist.ReduceOp.MAX)
             assert weight._local_tensor._precomputed_scale == (448 / largest.double()).float()
             one_graph_of_sharded_layers(model, history[-1])
-    assert found[True][0] == found[False][0]
-    assert torch.equal(local(found[True][1]), found[False][1])
+    assert results[True][0] == results[False][0]
+    assert torch.equal(local(results[True][1]), results[False][1])
 
 
 def one_graph_of_sharded_layers(model: HFCausalLM, last: float) -> None:
