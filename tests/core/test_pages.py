@@ -1,4 +1,4 @@
-"""README and docs: links resolve, flags exist, and training commands parse."""
+"""README and docs: links resolve, flags, files and symbols exist, and training commands parse."""
 
 import re
 import shlex
@@ -11,6 +11,13 @@ CURRENT = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*CURRENT, ROOT / "CHANGELOG.md"]  # which names removed flags
 TORCHRUN = {"nproc_per_node", "nnodes", "max_restarts", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}
 OTHERS = {"config", "help", "flag", "no"}
+# Flags that only --help explains: their meaning is that of AdamW, of TE or of PyTorch's data loader.
+HELP_ALONE = {
+    *("adam_beta1", "adam_epsilon", "eval_batch_size", "num_workers"),
+    *("fp8_amax_compute_algo", "fp8_format", "fp8_margin"),
+}
+DEVELOPMENT = (ROOT / "docs/development.md").read_text(encoding="utf-8")
+FOLDERS = "benchmarks|configs|core|data|docs|ds_configs|te_models|tests|training"
 
 
 def anchors(page):
@@ -28,13 +35,39 @@ def test_relative_links_resolve(page):
         assert not anchor or anchor in anchors(target), link
 
 
+def flags_of(page):
+    return set(re.findall(r"(?<![\w-])--([a-z][a-z0-9_]*)", page.read_text(encoding="utf-8")))
+
+
+def test_each_flag_is_in_the_docs_or_left_to_help():
+    named = {flag for page in CURRENT[1:] for flag in flags_of(page)}
+    assert {name for name in all_settings() if not {name, f"no_{name}"} & named} == HELP_ALONE
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_files_of_the_suite_exist(page):
+    names = re.findall(rf"`((?:{FOLDERS})/[\w./]*)`", page.read_text(encoding="utf-8"))
+    if page.name == "development.md":
+        names += re.findall(r"`([\w/]+\.py)`", DEVELOPMENT)
+    assert not [name for name in names if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize(
+    ("symbols", "path"), re.findall(r"((?:`\w+`(?:, | and )?)+)\s+in `([\w/]+\.py)`", DEVELOPMENT)
+)
+def test_symbols_that_development_names_are_in_their_file(symbols, path):
+    source = (ROOT / path).read_text(encoding="utf-8")
+    for symbol in re.findall(r"`(\w+)`", symbols):
+        assert re.search(rf"^\s*((def|class) {symbol}\b|{symbol}\b(: [^=]+)? =)", source, re.MULTILINE), symbol
+
+
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
 def test_flags_exist(page):
     programs = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "training/doctor").glob("*.py")]
     own = {flag for path in programs for flag in re.findall(r'"(?:--)?([a-z0-9_]+)"', path.read_text())}
     settings = set(all_settings())
     known = settings | {f"no_{name}" for name in settings} | own | TORCHRUN | OTHERS
-    assert set(re.findall(r"(?<![\w-])--([a-z][a-z0-9_]*)", page.read_text(encoding="utf-8"))) <= known
+    assert flags_of(page) <= known
 
 
 def commands() -> list[str]:
