@@ -8,7 +8,6 @@ from fp8_suite.benchmarks.plan.inputs import read_model
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.readers import UnreadableFile, read_json, read_record, read_yaml
 from fp8_suite.training.checkpoint import index
-from fp8_suite.training.checkpoint.manifest import DamagedCheckpoint
 from fp8_suite.training.config import load_config_file
 from fp8_suite.training.parallel.settings import read_deepspeed_config
 
@@ -73,12 +72,3 @@ def test_files_saved_with_a_byte_order_mark_are_read(tmp_path):
     config |= {"intermediate_size": 128, "vocab_size": 512}
     (tmp_path / "config.json").write_bytes(BOM + json.dumps(config).encode())
     assert read_model(str(tmp_path)).family is read_model("tiny-llama").family
-
-
-def test_a_damaged_index_is_rebuilt_by_a_save_and_refused_by_a_resume(tmp_path):
-    (tmp_path / "step_000003").mkdir()
-    (tmp_path / "index.json").write_bytes(DAMAGED["nested"][0])
-    with pytest.raises(DamagedCheckpoint, match="delete it"):
-        index.read_index(tmp_path)
-    with pytest.warns(UserWarning, match="nested too deeply"):
-        assert index.read_index(tmp_path, rebuild=True).steps == [3]

@@ -160,20 +160,6 @@ def test_shards_are_named_indexed_and_filled_as_hugging_face_does(tmp_path, smal
     assert all(sum(a) + sum(b) > 6000 for a, b in pairwise(sizes)), "and none smaller than necessary"
 
 
-def test_strided_tensors_and_slices_are_stored_exactly_and_once(tmp_path):
-    source = build()
-    state = dict(weights(source))
-    fused = torch.stack([state["model.norm.weight"] * 3, state["model.norm.weight"]]).t().contiguous().t()
-    state["model.norm.weight"] = fused[0]  # strided, and part of a larger storage
-    names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1)]
-    down = torch.cat([state[name] for name in names])
-    state |= {names[0]: down[:32], names[1]: down[32:]}
-    folder = export_hf(tmp_path / "export", state.items(), config=source.config, dtype=torch.float32)
-    saved = load_file(folder / "model.safetensors")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in state.items())
-    assert (folder / "model.safetensors").stat().st_size < 1.1 * sum(t.nbytes for t in state.values())
-
-
 # Settings beside the weights
 
 

@@ -19,7 +19,6 @@ from fp8_suite.training.checkpoint.resume import ResumePoint, check_folder, chec
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.optim import optimizer
 from fp8_suite.training.outcome import report_failure
-from fp8_suite.training.tracking.wandb_writer import wandb_id
 
 from tests.training.test_run import curve as losses
 from tests.training.test_run import saved, train
@@ -204,9 +203,3 @@ def test_a_killed_loader_worker_is_reported_in_one_line(capsys, monkeypatch):
     assert report_failure(error, watchdog=None) == EXIT_FAILED
     shown = capsys.readouterr().err
     assert shown.startswith("error: DataLoader worker (pid 7) is killed") and "--num_workers" in shown
-
-
-def test_a_run_folder_keeps_its_wandb_id_until_a_new_run_replaces_it(tmp_path):
-    run_id, known = wandb_id(tmp_path)
-    assert not known and wandb_id(tmp_path) == (run_id, True)
-    assert wandb_id(tmp_path, new=True)[0] != run_id

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fp8_suite.core import files
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.files import publish, replace_file
-from fp8_suite.training.checkpoint import index, manifest
+from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.manifest import DamagedCheckpoint
 from fp8_suite.training.checkpoint.resume import eval_losses
 from fp8_suite.training.checkpoint.store import Checkpoints
@@ -151,19 +151,6 @@ def test_a_tensor_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path, key
     assert torch.equal(target["moment"], filled(9)["moment"])
 
 
-def test_files_are_synced_to_disk_before_they_are_hashed(tmp_path, monkeypatch):
-    """Else the checksum would describe cached bytes, which a crash can still lose."""
-
-    def sync_and_change(path: Path) -> None:
-        path.write_bytes(path.read_bytes() + b"?")
-
-    monkeypatch.setattr(manifest, "sync_to_disk", sync_and_change)
-    checkpoints = Checkpoints(tmp_path, keep_last=1)
-    path = checkpoints.save(1, filled(1), {})
-    index.verify(path)
-    assert all(path.name == "manifest.json" or path.read_bytes()[-1:] == b"?" for path in path.iterdir())
-
-
 # Index and pruning
 
 
@@ -264,7 +251,7 @@ def test_a_folder_without_a_manifest_is_no_checkpoint_and_is_pruned_first(tmp_pa
     assert on_disk(checkpoints) == [1, 2] and checkpoints.latest().name == "step_000002"
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"eval_losses": {}, "steps": ["x"]}'])
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"[]", b'{"eval_losses": {}, "steps": ["x"]}'])
 def test_an_unreadable_index_stops_a_resume_but_no_save(tmp_path, content):
     checkpoints = save_steps(tmp_path, 1, 2, keep_last=2)
     (tmp_path / "index.json").write_bytes(content)
@@ -273,21 +260,6 @@ def test_an_unreadable_index_stops_a_resume_but_no_save(tmp_path, content):
     with pytest.warns(UserWarning, match="rebuilt from the folders"):
         checkpoints.save(3, filled(3), {})
     assert checkpoints.latest().name == "step_000003" and on_disk(checkpoints) == [2, 3]
-
-
-def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(tmp_path, monkeypatch):
-    checkpoints = save_steps(tmp_path, 1, keep_last=1)
-    rename = os.rename
-
-    def refuse(source, target):
-        if str(target).endswith(".pruned"):
-            raise PermissionError("not yours")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", refuse)
-    with pytest.warns(UserWarning, match="cannot delete an old checkpoint: not yours"):
-        checkpoints.save(2, filled(2), {})
-    assert checkpoints.latest().name == "step_000002" and on_disk(checkpoints) == [1, 2]
 
 
 def test_a_planted_pickle_is_never_opened(tmp_path):
