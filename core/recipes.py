@@ -34,9 +34,9 @@ class StepCosts:
 
     gemm_share: float  # GEMM rate as a share of the precision's dense peak
     cast_bytes: float  # memory traffic of casting one value
-    # Bytes fewer than BF16 stores for backward, per token and unit of the feed-forward and the hidden size.
-    less_per_ffn: float = 0
-    less_per_hidden: float = 0
+    # Activation bytes saved against BF16, per token and unit of the feed-forward and the hidden size.
+    ffn_bytes_saved: float = 0
+    hidden_bytes_saved: float = 0
     weight_copies: float = 0  # bytes per GEMM weight, in addition to the BF16 weight
     measured: bool = True
 
@@ -45,13 +45,12 @@ class StepCosts:
 class RecipeSpec:
     """Properties of one recipe."""
 
-    # Settings among those that only some recipes read (`RECIPE_SETTINGS`); the others are refused if set.
+    # Settings that this recipe reads, of those that not all recipes read (`RECIPE_SETTINGS`).
     settings: frozenset[str] = frozenset()
     # GEMM kernels need tokens of a micro-batch, and rows and columns of every weight, in these multiples.
     token_multiple: int = 16
     feature_multiple: int = 16
-    # GPU architectures that run it, only for the planner: a run asks TE (`probe`). None: all with FP8 tensor
-    # cores.
+    # GPU architectures that run it, for the planner (a run asks `probe`). None: all with FP8 tensor cores.
     architectures: tuple[str, ...] | None = None
     # On a machine that cannot run it, FALLBACK_RECIPE may run instead, with a warning (--fp8_fallback).
     may_fall_back: bool = False
@@ -106,9 +105,8 @@ _FP32_SCALES = frozenset({"fp8_fp32_scales"})
 #
 # Memory, TE on Hopper: per-tensor recipes keep a weight as it is and transposed (1 + 1 byte), block scaling
 # also an FP32 scale per 128x128, MXFP8 a scale byte per 32 values, NVFP4 half a byte per value and a scale
-# byte per 16. The MLP's product takes 1 byte less. The hidden size gains nothing: what two norms save, the
-# FP8 input of proj and a byte not yet explained cost. torchao casts weights anew; torch.compile recomputes
-# norms (2 x 2 bytes) and the MLP's product (2), unless GEMMs of gradients read them.
+# byte per 16. The MLP's product takes 1 byte less. torchao casts weights anew; torch.compile recomputes norms
+# (2 x 2 bytes) and the MLP's product (2), unless GEMMs of gradients read them.
 #
 # Order matters: the first TE row and the first torchao row are the defaults of --fp8_scenario, and the first
 # TE row is the fallback.
@@ -120,7 +118,7 @@ RECIPES: dict[str, RecipeSpec] = {
         te_class="DelayedScaling",
         make=_delayed,
         probe="is_fp8_available",
-        costs=StepCosts(gemm_share=0.69, cast_bytes=4, less_per_ffn=1, weight_copies=2),
+        costs=StepCosts(gemm_share=0.69, cast_bytes=4, ffn_bytes_saved=1, weight_copies=2),
     ),
     "current": RecipeSpec(
         settings=_PER_TENSOR,
@@ -129,7 +127,7 @@ RECIPES: dict[str, RecipeSpec] = {
         te_class="Float8CurrentScaling",
         make=_current,
         probe="is_fp8_available",
-        costs=StepCosts(gemm_share=0.69, cast_bytes=6, less_per_ffn=1, weight_copies=2),
+        costs=StepCosts(gemm_share=0.69, cast_bytes=6, ffn_bytes_saved=1, weight_copies=2),
     ),
     "block": RecipeSpec(
         settings=_FP32_SCALES,
@@ -152,7 +150,7 @@ RECIPES: dict[str, RecipeSpec] = {
         costs=StepCosts(  # GEMM share as for delayed
             gemm_share=0.69,
             cast_bytes=4,
-            less_per_ffn=1 - 1 / 32,
+            ffn_bytes_saved=1 - 1 / 32,
             weight_copies=2 * (1 + 1 / 32),
             measured=False,
         ),
@@ -168,18 +166,18 @@ RECIPES: dict[str, RecipeSpec] = {
         costs=StepCosts(  # GEMM share as for delayed, at the FP8 peak
             gemm_share=0.69,
             cast_bytes=6,
-            less_per_ffn=2 - 9 / 16,
+            ffn_bytes_saved=2 - 9 / 16,
             weight_copies=2 * 9 / 16,
             measured=False,
         ),
     ),
     "tensorwise": RecipeSpec(
         fp8_all_gather=True,
-        costs=StepCosts(gemm_share=0.58, cast_bytes=8, less_per_ffn=2, less_per_hidden=4),
+        costs=StepCosts(gemm_share=0.58, cast_bytes=8, ffn_bytes_saved=2, hidden_bytes_saved=4),
     ),
     "rowwise": RecipeSpec(
         settings=_FP32_SCALES,
-        costs=StepCosts(gemm_share=0.47, cast_bytes=10, less_per_ffn=2, less_per_hidden=4),
+        costs=StepCosts(gemm_share=0.47, cast_bytes=10, ffn_bytes_saved=2, hidden_bytes_saved=4),
     ),
     "rowwise_with_gw_hp": RecipeSpec(
         settings=_FP32_SCALES,

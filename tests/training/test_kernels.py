@@ -132,14 +132,9 @@ def test_a_passed_self_test_is_remembered_for_its_software_gpu_and_sizes(problem
         assert choose(warm=True).qkv_rope
     monkeypatch.setattr(kernels.KernelInputs, "heads", (8, 8, 8))
     assert choose(warm=True).qkv_rope and tested[3:] == [(64, 64, 64)] * 2 + [(8, 8, 8)]
-
-
-def test_a_cache_that_cannot_be_written_only_means_a_test_at_every_start(problems, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert choose(warm=True).qkv_rope
-    problems["qkv_rope"] = "it computes zeros"
-    assert not choose(warm=True).qkv_rope
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert choose(warm=True).qkv_rope and choose(warm=True).qkv_rope, "tested at every start"
+    assert len(tested) == 8
 
 
 def test_cleanup_restores_the_libraries(problems, te):
@@ -195,13 +190,3 @@ def test_flash_attention_is_tested_in_the_forms_that_the_run_calls(problems, mon
     assert forms == [({"packed": p, "deterministic": d}, (64, 64, 64)) for p, d in expected]
     monkeypatch.setattr(packed_attention, "self_test", lambda *heads: forms.append(heads))
     assert choose(backend=None, recipe="tensorwise").flash_attention and forms[-1] == (64, 64, 64)
-
-
-def test_the_first_compilation_is_announced(problems, tmp_path, capsys):
-    choose()
-    assert not capsys.readouterr().out
-    (tmp_path / "version" / "fwd" / "kernel.o").unlink()
-    choose(flash_attention=False)
-    assert not capsys.readouterr().out
-    choose()
-    assert capsys.readouterr().out == "compiling FlashAttention 4's kernels, once on this machine\n"

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fp8_suite.core.errors import UserError
 from fp8_suite.te_models.emulation.casts import Quantized
 from fp8_suite.training.precision.fp8_counts import Tally
 from fp8_suite.training.precision.recipes import Precision
@@ -58,13 +57,6 @@ def _as_fp8(quantized: Any, data: Tensor) -> Tensor:
     """View TE's uint8 data as FP8 [M, N]."""
     formats = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
     return data.flatten(0, -2).view(formats[quantized._fp8_dtype.name])
-
-
-def check_inspection(interval: int) -> None:
-    """UserError if TE's inspection is not available."""
-    if find_spec("nvdlfw_inspect") is None:
-        message = f"--fp8_stats_interval {interval}: nvdlfw_inspect is not installed; run: {INSTALL}"
-        raise UserError(message, flags=("fp8_stats_interval",))
 
 
 def inspect_config(precision: Precision) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from fp8_suite.te_models.backend import Backend
 from fp8_suite.te_models.emulation.casts import Quantized
 from fp8_suite.training.config import Config
 from fp8_suite.training.precision.fp8_counts import Stats, Tally
-from fp8_suite.training.precision.fp8_inspect import check_inspection, inspecting, watch_native
+from fp8_suite.training.precision.fp8_inspect import INSTALL, inspecting, watch_native
 from fp8_suite.training.precision.precision_map import TE_GEMMS
 from fp8_suite.training.precision.recipes import Precision
 from torch import Tensor, nn
@@ -105,17 +106,15 @@ def _repeat_cast(layer: Any, original: Tensor, config: Any) -> Quantized:
 
 def check(cfg: Config, precision: Precision, *, compiles: bool) -> None:
     """UserError if --fp8_stats_interval cannot collect statistics in this run."""
-    interval = cfg.log.fp8_stats_interval
-    if not interval:
-        return
+    reason = None
     if not precision.fp8:
         reason = f"nothing is cast to FP8 in --mixed_precision {precision.effective}; use fp8, or drop it"
-        raise bad_setting(reason, fp8_stats_interval=interval)
-    if precision.te_backend is None and compiles:
+    elif precision.te_backend is None and compiles:
         reason = "casts of compiled layers cannot be observed; add --no_compile (slower), or drop it"
-        raise bad_setting(reason, fp8_stats_interval=interval)
-    if precision.te_backend == "native":
-        check_inspection(interval)
+    elif precision.te_backend == "native" and find_spec("nvdlfw_inspect") is None:
+        reason = f"nvdlfw_inspect is not installed; run {INSTALL}"
+    if reason and cfg.log.fp8_stats_interval:
+        raise bad_setting(reason, fp8_stats_interval=cfg.log.fp8_stats_interval)
 
 
 WATCHERS: dict[Backend | None, Callable[..., AbstractContextManager]] = {

@@ -15,7 +15,7 @@ from fp8_suite.te_models.emulation import recipes
 from fp8_suite.te_models.emulation.casts import Quantized
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.parallel.strategies import Strategy
-from fp8_suite.training.precision import fp8_counts, fp8_inspect, torchao_fp8
+from fp8_suite.training.precision import fp8_counts, fp8_stats, torchao_fp8
 from fp8_suite.training.precision.fp8_counts import Tally, cast_counts, shares
 from fp8_suite.training.precision.fp8_inspect import FEATURE, inspect_config, read_cast
 from fp8_suite.training.precision.fp8_stats import Fp8Stats, check
@@ -302,11 +302,11 @@ NATIVE = Precision("delayed", "delayed", te_backend="native")
     [
         ({}, Precision("bf16", "bf16"), False, r": nothing .*bf16; use fp8"),
         ({}, Precision("tensorwise", "tensorwise"), True, r": .*add --no_compile"),
-        ({}, NATIVE, False, r"not installed; run: pip install nvdlfw"),
+        ({}, NATIVE, False, r"not installed; run pip install nvdlfw"),
     ],
 )
 def test_a_run_without_casts_to_count_is_refused(monkeypatch, settings, precision, compiles, words):
-    monkeypatch.setattr(fp8_inspect, "find_spec", lambda name: None)
+    monkeypatch.setattr(fp8_stats, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=rf"^--fp8_stats_interval 5.*{words}"):
         check(config_from_dict(settings | {"fp8_stats_interval": 5}), precision, compiles=compiles)
     check(config_from_dict({}), precision, compiles=compiles)
