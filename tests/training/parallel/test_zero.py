@@ -142,7 +142,7 @@ class Run:
         mode, _, offload = mode.partition("+")
         sharding = {"sharding_mode": mode, "batch_size": 3, "gradient_accumulation_steps": 2}
         cfg = config_from_dict(sharding | {"mixed_precision": dtype, "max_grad_norm": MAX_NORM})
-        self.cfg, self.zero = cfg, Zero(torch.device("cpu"), cfg, mode)
+        self.cfg, self.zero = cfg, Zero(mode, torch.device("cpu"), cfg)
         own = self.zero.settings["zero_optimization"]
         # Several buckets and subgroups, one parameter over a bucket's size, some that stay whole.
         own |= {"reduce_bucket_size": 40, "allgather_bucket_size": 40}
