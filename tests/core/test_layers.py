@@ -1,6 +1,8 @@
 """Imports between folders point one way, and optional libraries load only where they are used."""
 
 import ast
+from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -41,12 +43,25 @@ def imports(path: Path, *, nested: bool = True) -> set[str]:
     return found
 
 
+def imported_files(path: Path) -> set[Path]:
+    names = [name.removeprefix("fp8_suite.") for name in imports(path)]
+    return {file for name in names if (file := ROOT / f"{name.replace('.', '/')}.py").exists()} - {path}
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_one_way(path):
-    names = [name.removeprefix("fp8_suite.") for name in imports(path)]
-    candidates = [ROOT / f"{name.replace('.', '/')}.py" for name in names]
     later = LINE[LINE.index(folder(path)) + 1 :]
-    assert [str(found) for found in candidates if found.exists() and folder(found) in later] == []
+    assert [str(file) for file in imported_files(path) if folder(file) in later] == []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Neither at the top nor inside functions."""
+    TopologicalSorter({path: imported_files(path) for path in SOURCES}).prepare()
+
+
+def test_no_folder_has_more_than_14_modules():
+    modules = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
+    assert not {str(folder): count for folder, count in modules.items() if count > 14}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -3,10 +3,15 @@
 import gc
 import subprocess
 import sys
+import traceback
+from pathlib import Path
 
 import pytest
+import torch
 from fp8_suite.core.packages import ROOT
 from fp8_suite.training.launch import launch, parse_early
+
+from fp8_suite import train_fp8
 
 
 def test_settings_are_parsed_except_under_torchrun_where_ranks_report_errors_together(monkeypatch, tmp_path):
@@ -20,12 +25,14 @@ def test_settings_are_parsed_except_under_torchrun_where_ranks_report_errors_tog
     assert parse_early("description") is None
 
 
-def test_a_wrong_value_ends_it(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train_fp8.py", "--batch_size", "0"])
+def refusal(flags: str, monkeypatch, capsys) -> str:
+    """Return the one line with which a command line is refused."""
+    monkeypatch.setattr(sys, "argv", ["train_fp8.py", *flags.split()])
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit, match="2"):
         parse_early("description")
-    assert capsys.readouterr().err == "error: --batch_size 0: must be at least 1\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
 
 
 def test_garbage_is_collected_again_once_libraries_are_loaded(monkeypatch):
@@ -40,6 +47,7 @@ def test_garbage_is_collected_again_once_libraries_are_loaded(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--batch_size 0", "--batch_size 0: must be at least 1"),
         ("--model_name ./none", "--model_name ./none: there is no such folder"),
         ("--model_name tiny-lama", "--model_name tiny-lama: there is no such preset or folder; did you mean"),
         ("--init pretrained", "--init pretrained: the preset tiny-llama has no weights"),
@@ -52,21 +60,46 @@ def test_garbage_is_collected_again_once_libraries_are_loaded(monkeypatch):
         ("--dataset_name README.md", "--dataset_name README.md: not a data file"),
         (
             "--deepspeed_config none.json --sharding_mode deepspeed",
-            "no such file; ds_configs/ has ds_configs/",
+            "no such file; ds_configs/ has",
         ),
         ("--deepspeed_config README.md --sharding_mode deepspeed", "not valid JSON"),
     ],
 )
-def test_what_needs_no_torch_is_refused_before_it_is_imported(flags, message):
-    program = f"""
+def test_wrong_inputs_are_refused_at_once(flags, message, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert message in refusal(flags, monkeypatch, capsys)
+
+
+def test_what_needs_no_torch_is_refused_before_it_is_imported():
+    program = """
 import sys
 from fp8_suite.training.launch import parse_early
-sys.argv = {["train_fp8.py", *flags.split()]}
+sys.argv = ["train_fp8.py", "--tokenizer_name", "/none"]
 try:
     parse_early("")
 finally:
-    assert not {{"torch", "datasets", "transformers", "pandas"}} & sys.modules.keys()
+    assert not {"torch", "datasets", "transformers", "pandas"} & sys.modules.keys()
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert message in done.stderr
+
+
+def test_few_frames_lie_between_the_command_and_backward(monkeypatch, tmp_path):
+    """A traceback, or a reader, passes them all."""
+    files = []
+
+    def backward(self):
+        files.extend(frame.filename for frame in traceback.extract_stack())
+        raise ArithmeticError
+
+    flags = (
+        f"--max_steps 1 --num_of_samples 20 --max_seq_length 128 --num_proc 1 --output_dir {tmp_path / 'run'}"
+    )
+    monkeypatch.setattr(sys, "argv", ["train_fp8.py", *flags.split(), "--num_workers", "0"])
+    monkeypatch.setattr("fp8_suite.training.outcome.exit_process", pytest.fail)
+    monkeypatch.setattr(torch.Tensor, "backward", backward)
+    with pytest.raises(ArithmeticError):
+        train_fp8.main()
+    ours = [Path(file).relative_to(ROOT).parts for file in files if Path(file).is_relative_to(ROOT)]
+    frames = [parts for parts in ours if parts[0] not in ("tests", ".venv")]
+    assert frames[0] == ("fp8_suite", "train_fp8.py") and len(frames) <= 7, frames
