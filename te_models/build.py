@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import bad_setting, first_line
 from fp8_suite.te_models.decoder import TECausalLM
+from fp8_suite.te_models.dependence import refuse_dependent_samples
 from fp8_suite.te_models.hugging_face import (
     HFCausalLM,
     hf_state,
     materialize,
     parameters_on_meta,
-    refuse_dependent_samples,
 )
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED
+from fp8_suite.core.errors import EXIT_BAD_SETTING
 from fp8_suite.te_models.kernels import loss_fp8
 from fp8_suite.te_models.kernels.loss_fp8 import (
     E4M3,
@@ -18,8 +18,6 @@ from fp8_suite.te_models.kernels.loss_fp8 import (
     linear_cross_entropy_fp8,
     softmax_cross_entropy,
 )
-from fp8_suite.training import assembly
-from fp8_suite.training.precision.recipes import Precision
 from fp8_suite.training.run import main
 
 SMALL = (
@@ -119,42 +117,28 @@ def test_a_tokens_gradients_nearly_sum_to_zero_despite_the_casts():
     assert w.grad.float().sum(0).norm() < with_labels_cast.sum(0).norm() / 5
 
 
-@pytest.fixture(scope="module")
-def cpu_results():
-    return loss_fp8._self_test_results("cpu")
-
-
 @pytest.mark.parametrize(
     ("name", "part"),
     [
         (None, None),
         ("cast", "cast"),
         ("cast_gradient", "gradient of logits"),
-        ("add_labels_to_hidden_grad_", "part of labels in the hidden states' gradient"),
         ("add_labels_to_weight_grad_", "part of labels in the weight's gradient"),
         ("multiply", "GEMM"),
     ],
 )
-def test_the_self_test_names_the_kernel_that_differs_from_the_cpu(name, part, cpu_results, monkeypatch):
-    def wrong(*args, **how):
-        if (
-            name == "add_labels_to_weight_grad_"
-        ):  # simulate a kernel that ignores tokens after a label's first 16
-            *args, labels, factors = args
-            seen = torch.stack([(labels[:i] == label).sum() for i, label in enumerate(labels)])
-            args = *args, labels, factors.where(seen < 16, 0.0)
-        result = right(*args, **how)
-        if name == "add_labels_to_hidden_grad_":
-            args[0].add_(0.1)
-        elif name == "multiply":
-            result.mul_(1.02)
-        elif name.startswith("cast"):
-            result[0].view(torch.uint8)[5:7] ^= 0x14
+def test_the_self_test_names_what_differs(name, part, monkeypatch):
+    """The CPU stands for the GPU; values of a result are rolled by one."""
+    expected, run = loss_fp8._self_test_results("cpu"), loss_fp8._self_test_results
+
+    def wrong(*arguments, **settings):
+        result = right(*arguments, **settings)
+        spoiled = arguments[0] if result is None else result if name == "multiply" else result[0]
+        spoiled.view(torch.uint8).copy_(spoiled.view(torch.uint8).roll(spoiled.element_size(), 1))
         return result
 
-    run = loss_fp8._self_test_results
-    results = {"cpu": lambda _: cpu_results, "gpu": lambda log_sum: run("cpu", log_sum)}
-    monkeypatch.setattr(loss_fp8, "_self_test_results", lambda kind, log_sum=None: results[kind](log_sum))
+    results = iter((lambda *_: expected, lambda _, log_sum: run("cpu", log_sum)))
+    monkeypatch.setattr(loss_fp8, "_self_test_results", lambda *arguments: next(results)(*arguments))
     if name:
         right = getattr(loss_fp8, name)
         monkeypatch.setattr(loss_fp8, name, wrong)
@@ -188,10 +172,3 @@ def test_an_fp8_head_of_more_than_one_gemm_is_refused(tmp_path, capsys):
     model = f"--model_name {tmp_path / 'gpt2'} --init random --tokenizer_name demo"
     assert train(tmp_path / "run", f"{model} --mixed_precision fp8 --fp8_lm_head") == EXIT_BAD_SETTING
     assert "computes its logits with more than one GEMM; drop it" in capsys.readouterr().err
-
-
-def test_layers_that_do_not_run_in_fp8_stop_the_run_despite_the_fp8_head(tmp_path, capsys, monkeypatch):
-    real, bf16 = assembly.build_autocast, Precision("bf16", "bf16")
-    monkeypatch.setattr(assembly, "build_autocast", lambda _, **settings: real(bf16, **settings))
-    assert train(tmp_path / "run", "--use_te --mixed_precision fp8 --fp8_lm_head") == EXIT_FAILED
-    assert "no module ran in FP8 in the first step" in capsys.readouterr().err
