@@ -6,10 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from fp8_suite.core.patches import TE_ATTENTION, TE_GEMMS
 from fp8_suite.te_models.kernels import flash_attention
 from fp8_suite.te_models.options import NativeOptions
 from fp8_suite.te_models.recompute import offload
-from fp8_suite.te_models.recompute.layers import ATTENTION_FUNCTIONS, GEMM_FUNCTIONS
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import ModelSpec
@@ -134,8 +134,9 @@ def test_a_level_runs_only_its_kernels_again(level, gemms, attentions, attention
 
     if attention == "flash":
         flash_attention.interface()
-    for kind, places in (("gemm", GEMM_FUNCTIONS), ("attention", ATTENTION_FUNCTIONS)):
-        for module, function in places["native"]:
+    for kind, patch in (("gemm", TE_GEMMS), ("attention", TE_ATTENTION)):
+        for target in patch.targets:
+            module, _, function = target.partition(":")
             if module.startswith("flash") and attention != "flash":
                 continue
             owner = importlib.import_module(module)
