@@ -15,7 +15,7 @@ from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import find_model, weight_source
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.parallel import ranks
-from fp8_suite.training.parallel.strategies import build_strategy
+from fp8_suite.training.parallel.engines import build_strategy
 from safetensors.torch import save_file
 
 NAME = "meta-llama/Llama-3.1-70B"

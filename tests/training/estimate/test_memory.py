@@ -41,13 +41,13 @@ def test_deepspeed_keeps_gradients_in_fp32_on_the_host_if_several_add_up():
     assert memory.host_state(setup_of(8.0, "ds_zero3_offload", 8, gradient_accumulation_steps=4)) == (22, 12)
 
 
-@pytest.mark.parametrize(("given", "size"), [(None, 4), (2, 2), (8, 8), (1, 1), (3, None), (16, None)])
-def test_hsdp_shards_over_a_node_or_a_divisor_of_the_ranks(given, size):
-    cfg = config_from_dict({"sharding_mode": "hsdp", "hsdp_shard_size": given})
+@pytest.mark.parametrize(("setting", "size"), [(None, 4), (2, 2), (8, 8), (1, 1), (3, None), (16, None)])
+def test_hsdp_shards_over_a_node_or_a_divisor_of_the_ranks(setting, size):
+    cfg = config_from_dict({"sharding_mode": "hsdp", "hsdp_shard_size": setting})
     if size:
         assert cfg.sharding.shard_size(8, 4) == size
     else:
-        with pytest.raises(UserError, match=f"--hsdp_shard_size {given}: does not divide the 8 ranks"):
+        with pytest.raises(UserError, match=f"--hsdp_shard_size {setting}: does not divide the 8 ranks"):
             cfg.sharding.shard_size(8, 4)
 
 

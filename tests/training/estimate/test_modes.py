@@ -28,8 +28,8 @@ def chosen(billions, free=FREE, **where):
     ],
 )
 def test_the_fastest_mode_that_fits(billions, gpus, gpus_per_node, mode):
-    found, reason = chosen(billions, gpus=gpus, gpus_per_node=gpus_per_node)
-    assert found == mode
+    choice, reason = chosen(billions, gpus=gpus, gpus_per_node=gpus_per_node)
+    assert choice == mode
     assert gpus == 1 or f"need {billions * 14:.1f} GB, a GPU has room for 60.0 GB" in reason
 
 
@@ -39,8 +39,8 @@ def test_the_fastest_mode_that_fits(billions, gpus, gpus_per_node, mode):
     [(4.0, 105e9, "fsdp_grad"), (4.0, 95e9, "fsdp_full"), (1.0, 27e9, "ddp"), (1.0, 26e9, "fsdp_grad")],
 )
 def test_sums_of_whole_gradients_count(billions, free, mode):
-    found, reason = chosen(billions, free, gpus=2, gradient_accumulation_steps=2)
-    assert found == mode and f"accumulated gradients need {4 * billions:.1f} GB" in reason
+    choice, reason = chosen(billions, free, gpus=2, gradient_accumulation_steps=2)
+    assert choice == mode and f"accumulated gradients need {4 * billions:.1f} GB" in reason
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_sums_of_whole_gradients_count(billions, free, mode):
 )
 def test_activations_need_more_shards_if_they_are_predicted(length, mode):
     request = setup_of(8.0, "ddp", 8, mixed_precision="fp8", batch_size=1, max_seq_length=length)
-    found, reason = choose_mode(request, 85.1e9)
-    assert found == mode and ("in fsdp_full a step is predicted to need" in reason) == (mode == "fsdp_full")
+    choice, reason = choose_mode(request, 85.1e9)
+    assert choice == mode and ("in fsdp_full a step is predicted to need" in reason) == (mode == "fsdp_full")
     assert choose_mode(request, 85.1e9, predicted=False)[0] == "fsdp_grad"
 
 
