@@ -87,9 +87,8 @@ def moment_warning(spec: OptimizerSpec, beta2: float) -> str | None:
     if spec.moment_dtypes[1] != "bf16" or beta2 <= LARGEST_BETA2_IN_BF16:
         return None
     return (
-        f"WARNING: --adam_beta2 {beta2:g} with BF16 moments: BF16 rounds away a decay of less than 0.4 % a "
-        "step, so the second moment never shrinks and updates stay too small once gradients are smaller; use "
-        f"--adam_beta2 {LARGEST_BETA2_IN_BF16} or less, or --moment_dtype fp8, fp16 or fp32"
+        f"WARNING: --adam_beta2 {beta2:g}: BF16 moments round away a decay of less than 0.4 % a step, so the "
+        "second moment never shrinks and updates stay too small; use --moment_dtype fp8, fp16 or fp32"
     )
 
 
@@ -108,23 +107,17 @@ def choose_optimizer(cfg: Config, mode: str, *, on_gpu: bool) -> OptimizerSpec:
         return OptimizerSpec("fused_adamw", torch.bfloat16, masters, stored, offload, in_fp8)
     if engine == "deepspeed":
         if not masters:
-            raise bad_setting(
-                "DeepSpeed always has FP32 masters; use another --sharding_mode", master_weights="none"
-            )
+            raise bad_setting("DeepSpeed always has FP32 masters; drop it", master_weights="none")
         if stored != ("fp32", "fp32"):
-            raise bad_setting(
-                "DeepSpeed keeps FP32 moments; drop it, or use another --sharding_mode",
-                moment_dtype=precision.moment_dtype,
-            )
+            raise bad_setting("DeepSpeed keeps FP32 moments; drop it", moment_dtype=precision.moment_dtype)
         return OptimizerSpec("zero_adamw", torch.float32 if full else torch.bfloat16, True, stored)
     dtype = torch.float32 if masters or full else torch.bfloat16
     same = stored == (("fp32", "fp32") if dtype == torch.float32 else ("bf16", "bf16"))
     if on_gpu and offload and same:
-        raise bad_setting(
-            "torch's AdamW steps FP32 weights with FP32 moments, and keeps its state on the GPU; use "
-            "--mixed_precision bf16, or --moment_dtype fp8 or fp16, or drop it",
-            offload_optimizer=True,
+        reason = (
+            "torch's AdamW, which steps FP32 weights with FP32 moments, keeps its state on the GPU; drop it"
         )
+        raise bad_setting(reason, offload_optimizer=True)
     kind = "torch_adamw" if same else "plain_adamw"
     return OptimizerSpec(kind, dtype, dtype == torch.float32, stored, offload and not same)
 
