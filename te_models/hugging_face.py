@@ -60,23 +60,23 @@ class HFCausalLM(nn.Module):
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         name, levels = type(self.model).__name__, recompute_levels(recompute, len(self.blocks))
-        whole = [level in ("layer", "full") for level in levels]
+        recomputes_all = [level in ("layer", "full") for level in levels]
         if "mlp" in levels and not self.plain_head:
             raise bad_setting(f"the MLP of {name} is unknown; choose layer", recompute=recompute)
-        if any(whole) and not self.model.supports_gradient_checkpointing:
+        if any(recomputes_all) and not self.model.supports_gradient_checkpointing:
             reason = f"{name} does not support activation checkpointing; drop it"
             raise bad_setting(reason, recompute=recompute)
-        if any(whole) and reentrant and self.has_router_loss:
+        if any(recomputes_all) and reentrant and self.has_router_loss:
             raise bad_setting(
                 f"under DeepSpeed ZeRO-3 (such as ds_zero3), the router of {name} would get no gradient from "
                 "its load-balancing loss (output_router_logits in its config.json); drop it, or use "
                 "--sharding_mode fsdp_full",
                 recompute=recompute,
             )
-        if any(whole):
+        if any(recomputes_all):
             self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        for block, level, is_whole in zip(self.blocks, levels, whole, strict=True):
-            if any(whole) and not is_whole:
+        for block, level, is_whole in zip(self.blocks, levels, recomputes_all, strict=True):
+            if any(recomputes_all) and not is_whole:
                 if not isinstance(block, GradientCheckpointingLayer):
                     reason = f"{name} recomputes all of its layers or none; give no numbers"
                     raise bad_setting(reason, recompute=recompute)

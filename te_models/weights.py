@@ -155,8 +155,8 @@ class RandomSource(WeightSource):
             return fill(stop - start, device=self._device)
         # The seed has 32 bits, because torch's CPU generator ignores the upper half of 64.
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed}/{key}".encode()))
-        whole = torch.empty(shape, device=self._device).normal_(0.0, self._std, generator=generator)
-        return whole[start:stop].bfloat16()
+        weight = torch.empty(shape, device=self._device).normal_(0.0, self._std, generator=generator)
+        return weight[start:stop].bfloat16()
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

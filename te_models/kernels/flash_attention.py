@@ -135,12 +135,12 @@ def self_test(attend: Attend, heads: int, groups: int, head_size: int, device: s
         return out.transpose(1, 2).flatten(0, 1)  # [T, H, K]
 
     try:
-        found = _with_gradients(lambda *inputs: attend(*inputs, cu_seqlens, length), inputs, grad)
+        results = _with_gradients(lambda *inputs: attend(*inputs, cu_seqlens, length), inputs, grad)
     except Exception as error:  # from its import, compiler, cache or a changed signature
         reason = f"{PACKAGE} {installed()} fails ({first_line(error)})"
         return f"{reason}: {INSTALL}, or delete its compiled kernels in {_cache()}"
     expected = _with_gradients(reference, [t.float() for t in inputs], grad.float())
-    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(results, expected, strict=True)]
     if not all(error < 0.02 for error in errors):  # false for NaN
         return f"{PACKAGE} {installed()} computes wrong attention: {INSTALL}"
     return None

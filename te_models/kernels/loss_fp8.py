@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from fp8_suite.core.errors import first_line
 from fp8_suite.te_models.kernels.loss import (
     IGNORE,
     LinearCrossEntropy,
@@ -30,6 +29,7 @@ from fp8_suite.te_models.kernels.loss import (
     softmax_cross_entropy,
     softmax_gradient,
 )
+from fp8_suite.te_models.kernels.selection import reports_failure
 from fp8_suite.te_models.settings import CHUNK_BYTES, TOKENS_PER_GEMM
 from torch import Tensor
 
@@ -192,22 +192,18 @@ def add_labels_to_weight_grad_(grad_weight: Tensor, hidden: Tensor, labels: Tens
     grad_weight[rows] = (grad_weight[rows].float() + sums).to(grad_weight.dtype)
 
 
+@reports_failure
 def self_test(device: str = "cuda") -> str | None:
     """Compare kernels and GEMMs on `device` with the CPU; return the first difference, or None."""
-    expected = _self_test_results("cpu")
-    try:
-        found = _self_test_results(device, expected["sum of exponentials"])
-        found = {name: value.cpu().float() for name, value in found.items()}
-    except Exception as error:  # from Triton's compiler or cuBLAS
-        return f"it fails ({first_line(error)})"
-    for name, got in found.items():
-        wanted = expected[name].float()
+    references = _self_test_results("cpu")
+    for name, result in _self_test_results(device, references["sum of exponentials"]).items():
+        result, reference = result.cpu().float(), references[name].float()
         if name.startswith("GEMM"):  # summed in another order
-            same = (got - wanted).norm() < 1e-2 * wanted.norm()
+            same = (result - reference).norm() < 1e-2 * reference.norm()
         elif name.startswith("part of labels"):  # summed in another order; compared row by row
-            same = ((got - wanted).norm(dim=1) <= 1e-3 * wanted.norm(dim=1)).all()
+            same = ((result - reference).norm(dim=1) <= 1e-3 * reference.norm(dim=1)).all()
         else:  # a difference in the last bit before the cast may change an FP8 value
-            same = ((got - wanted).abs() <= 1e-5 * wanted.abs()).float().mean() > 0.999
+            same = ((result - reference).abs() <= 1e-5 * reference.abs()).float().mean() > 0.999
         if not same:
             return f"the {name} differs from the reference"
     return None
@@ -230,8 +226,8 @@ def _self_test_results(device: str, log_sum: Tensor | None = None) -> dict[str, 
     hidden, labels = matrix.to(device), labels.to(device)
     x, logits, one = cast(hidden), 4 * hidden, torch.ones((), device=device)
     columns = torch.zeros(vocab, tokens + 2 * at, dtype=torch.uint8, device=device).view(E5M2)
-    own = softmax_cross_entropy(logits, labels)[2]
-    log_sum = own if log_sum is None else log_sum.to(device)
+    device_log_sum = softmax_cross_entropy(logits, labels)[2]
+    log_sum = device_log_sum if log_sum is None else log_sum.to(device)
     grads, grad_at_label = cast_gradient(logits, labels, log_sum, columns, at)
     weight = hidden.repeat(-(-vocab // tokens), 1)[:vocab]
     grad_hidden, grad_weight = hidden.clone(), weight.float()
@@ -240,7 +236,7 @@ def _self_test_results(device: str, log_sum: Tensor | None = None) -> dict[str, 
     return {
         "cast": x.rows.view(torch.uint8),
         "transposed cast": x.columns.view(torch.uint8),
-        "sum of exponentials": own,
+        "sum of exponentials": device_log_sum,
         "gradient of logits": grads.float(),
         "transposed gradient of logits": columns.float(),
         # 1 + rounding errors

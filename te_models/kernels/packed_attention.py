@@ -248,7 +248,7 @@ def install_packed_attention(
     if not model._can_set_attn_implementation():
         return "its attention function cannot be replaced"
     calls, reasons = _register(dtype)
-    own, training = model.config._attn_implementation, model.training
+    default_attention, training = model.config._attn_implementation, model.training
     model.set_attn_implementation(PROBE_NAME)
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -258,7 +258,7 @@ def install_packed_attention(
             forward(ids, ids, ids, torch.tensor([0, 8, 16], dtype=torch.int32, device=device), 8)
     finally:
         model.train(training)
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(default_attention)
     if not calls:
         return "its attention does not use transformers' attention interface"
     if not reasons:

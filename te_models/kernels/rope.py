@@ -14,7 +14,7 @@ import importlib
 from typing import Any, NamedTuple
 
 import torch
-from fp8_suite.core.errors import first_line
+from fp8_suite.te_models.kernels.selection import reports_failure
 from torch import Tensor, nn
 
 # Arguments of te.TransformerLayer that are passed to its attention if present; TE versions differ.
@@ -72,6 +72,7 @@ def split_qkv_rope(qkv: Tensor, table: Tensor, positions: Tensor, groups: int) -
     return rotated[..., :-1, :].flatten(1, 2), rotated[..., -1, :], parts[..., -1, :]
 
 
+@reports_failure
 def self_test(heads: int, groups: int, size: int) -> str | None:
     """Compare the kernels with the reference; return the first difference, or None."""
     # 37 tokens do not fill the last block; Triton compiles another kernel for multiples of 16, such as 48.
@@ -87,15 +88,10 @@ def _difference(heads: int, groups: int, size: int, tokens: int) -> str | None:
     expected = split_qkv_rope(qkv, table, positions, groups)
     grads = [random(part.shape).bfloat16() for part in expected]
     (expected_grad,) = torch.autograd.grad(expected, qkv, grads)
-    try:
-        found = _kernel().apply(qkv, table, positions, groups)
-        (grad,) = torch.autograd.grad(found, qkv, grads)
-    except Exception as error:  # Triton's compiler raises exceptions of any type
-        return f"it fails ({first_line(error)})"
-    pairs = zip(
-        ("query", "key", "value", "gradient"), (*found, grad), (*expected, expected_grad), strict=True
-    )
-    for name, a, b in pairs:
+    parts = _kernel().apply(qkv, table, positions, groups)
+    results = *parts, *torch.autograd.grad(parts, qkv, grads)
+    names = ("query", "key", "value", "gradient")
+    for name, a, b in zip(names, results, (*expected, expected_grad), strict=True):
         if not torch.allclose(a, b, rtol=2**-7, atol=1e-4):  # one unit in the last place of BF16
             return f"the {name} differs from the reference"
     return None

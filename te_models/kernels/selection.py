@@ -7,9 +7,13 @@ single layers are applied by the decoder when it builds them.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from fp8_suite.core.errors import first_line
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,19 @@ class Kernels:
 
 
 DEFAULT_KERNELS = Kernels(qkv_rope=True)  # used without a selection; patches no library
+
+
+def reports_failure(self_test: Callable[..., str | None]) -> Callable[..., str | None]:
+    """Decorate a self-test that may raise, as Triton's compiler does, to return the reason instead."""
+
+    @functools.wraps(self_test)
+    def guarded(*arguments: Any, **settings: Any) -> str | None:
+        try:
+            return self_test(*arguments, **settings)
+        except Exception as error:
+            return f"it fails ({first_line(error)})"
+
+    return guarded
 
 
 def on_hopper() -> bool:
