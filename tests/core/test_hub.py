@@ -99,8 +99,8 @@ def test_a_missing_folder_is_not_requested_from_the_hub(name, requests, tmp_path
     with pytest.raises(UserError, match=rf"--tokenizer_name {name}: there is no such folder"):
         require_folder("tokenizer_name", name)
     assert not requests
-    for other in ("demo", "gpt2", "owner/name", str(tmp_path)):
-        require_folder("tokenizer_name", other)
+    for name in ("demo", "gpt2", "owner/name", str(tmp_path)):
+        require_folder("tokenizer_name", name)
 
 
 def test_a_run_folder_is_answered_with_its_export(tmp_path):

@@ -21,13 +21,13 @@ GROUPS = {
 
 @pytest.mark.parametrize("case", GROUPS)
 def test_memory_is_the_machines_or_the_limit_of_a_control_group(case, tmp_path, monkeypatch):
-    own, limits, expected = GROUPS[case]
+    groups, limits, expected = GROUPS[case]
     pages = {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 100 * 10**6}  # 100 GB
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
     monkeypatch.setattr(machine, "PROCESS_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(machine, "CGROUP_ROOT", tmp_path / "groups")
-    if own is not None:
-        (tmp_path / "own").write_text(own)
+    if groups is not None:
+        (tmp_path / "own").write_text(groups)
     for path, limit in limits.items():
         file = tmp_path / "groups" / path
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -66,9 +66,9 @@ def test_symbols_that_development_names_are_in_their_file(symbols, path):
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
 def test_flags_exist(page):
     programs = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "training/doctor").glob("*.py")]
-    own = {flag for path in programs for flag in re.findall(r'"(?:--)?([a-z0-9_]+)"', path.read_text())}
+    options = {flag for path in programs for flag in re.findall(r'"(?:--)?([a-z0-9_]+)"', path.read_text())}
     settings = set(all_settings())
-    known = settings | {f"no_{name}" for name in settings} | own | TORCHRUN | OTHERS
+    known = settings | {f"no_{name}" for name in settings} | options | TORCHRUN | OTHERS
     assert flags_of(page) <= known
 
 
@@ -77,15 +77,15 @@ def commands() -> list[str]:
     text = "\n".join(page.read_text(encoding="utf-8") for page in CURRENT[1:])
     blocks = re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
-    found = [line for line in lines if re.search(r"\b(python3?|torchrun) .*train_\w+\.py", line)]
-    found = [line for line in found if "$" not in line]  # shell variables
+    commands_in_docs = [line for line in lines if re.search(r"\b(python3?|torchrun) .*train_\w+\.py", line)]
+    commands_in_docs = [line for line in commands_in_docs if "$" not in line]  # shell variables
     common = (
         "python train_fp8.py --dataset_name nvidia/OpenMathInstruct-2 --use_wandb --wandb_project llm-fp8 "
         "--wandb_run_name run --max_seq_length 1024 --num_epochs 1 --model_name "
     )
     llama = "meta-llama/Llama-3.2-3B --batch_size 12 --split_name"
     return [
-        *found,
+        *commands_in_docs,
         f"{common} {llama} train_1M --mixed_precision fp8 --use_te",
         f"{common} {llama} validation --mixed_precision fp8 --use_te --fp8_scenario mxfp8",
         f"{common} {llama} train_1M --mixed_precision bf16",

@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def examine(*arguments: str, **environment: str) -> tuple[int, dict[str, list[dict]]]:
     """Run `python -m training.doctor` in a subprocess; return its exit code and findings by check."""
-    own = {name: value for name, value in os.environ.items() if name not in ("CUDNN_HOME", "CUDNN_PATH")}
+    env = {n: value for n, value in os.environ.items() if n not in ("CUDNN_HOME", "CUDNN_PATH")}
     command = [sys.executable, "-m", "training.doctor", "--json", *arguments]
     done = subprocess.run(
-        command, cwd=ROOT, env=own | environment, capture_output=True, text=True, timeout=500
+        command, cwd=ROOT, env=env | environment, capture_output=True, text=True, timeout=500
     )
     report = json.loads(done.stdout)
     assert done.returncode == report["exit_code"]

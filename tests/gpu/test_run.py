@@ -70,8 +70,8 @@ def test_a_memory_limit_is_kept(tmp_path):
 )
 def test_a_stopped_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, precision):
     flags = f"{SMALL} --mixed_precision {precision} --max_steps {LONG}"
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    output = train(whole, flags)
+    uninterrupted, stopped = tmp_path / "whole", tmp_path / "stopped"
+    output = train(uninterrupted, flags)
     assert ("FP8 ran in 9 modules" in output) == precision.startswith("fp8")
     process = start(stopped, flags)
     while process.poll() is None:
@@ -83,8 +83,8 @@ def test_a_stopped_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path
     assert process.returncode == 75, output
     assert 3 <= max(losses(stopped)) < LONG
     train(stopped, flags)
-    assert losses(stopped) == losses(whole)
-    expected, got = checkpoint(whole), checkpoint(stopped)
+    assert losses(stopped) == losses(uninterrupted)
+    expected, got = checkpoint(uninterrupted), checkpoint(stopped)
     assert expected.keys() == got.keys()
     different = [name for name, tensor in expected.items() if not torch.equal(tensor, got[name])]
     assert not different
@@ -110,8 +110,8 @@ def test_mxfp8_on_hopper_falls_back_with_a_warning_or_stops(tmp_path):
     output = train(tmp_path / "run", flags)
     assert "WARNING: --fp8_scenario mxfp8 cannot run here" in output
     for name in ("env.json", "summary.json"):
-        found = json.loads((tmp_path / "run" / name).read_text())
-        assert (found["requested_recipe"], found["recipe"]) == ("mxfp8", "delayed")
+        record = json.loads((tmp_path / "run" / name).read_text())
+        assert (record["requested_recipe"], record["recipe"]) == ("mxfp8", "delayed")
     output = train(tmp_path / "error", f"{flags} --fp8_fallback error", code=1)
     assert "This machine runs: delayed, current, block" in output and "Traceback" not in output
 
@@ -119,8 +119,8 @@ def test_mxfp8_on_hopper_falls_back_with_a_warning_or_stops(tmp_path):
 @pytest.mark.parametrize("flags", ["--gradient_checkpointing", "--no_packing", "--fp8_scenario block"])
 def test_options_train(tmp_path, flags):
     train(tmp_path / "run", f"{SMALL} --mixed_precision fp8 {flags} --no_export")
-    found = losses(tmp_path / "run")
-    assert found[12] < 0.8 * found[1]
+    curve = losses(tmp_path / "run")
+    assert curve[12] < 0.8 * curve[1]
 
 
 @pytest.mark.parametrize("options", ["", "--no_deterministic --compile"], ids=["eager", "compiled"])
@@ -128,8 +128,8 @@ def test_hugging_face_model_on_a_gpu_has_master_weights(tmp_path, options):
     flags = SMALL.replace("--use_te", "")
     output = train(tmp_path / "run", f"{flags} --mixed_precision bf16 --no_export {options}")
     assert "fused AdamW, BF16 weights with FP32 masters" in output
-    found = losses(tmp_path / "run")
-    assert found[12] < 0.8 * found[1]
+    curve = losses(tmp_path / "run")
+    assert curve[12] < 0.8 * curve[1]
 
 
 @pytest.mark.parametrize("packing", ["packing", "no_packing"])
@@ -146,6 +146,6 @@ def test_the_first_step_of_every_recipe_is_close_to_bf16(tmp_path, packing):
     for name in TE_RECIPES:
         if why_not(name):
             continue
-        found = first(name, f"fp8 --fp8_scenario {name}")
-        assert found["train/loss"] == pytest.approx(reference["train/loss"], rel=0.01), name
-        assert found["train/grad_norm"] == pytest.approx(reference["train/grad_norm"], rel=0.05), name
+        row = first(name, f"fp8 --fp8_scenario {name}")
+        assert row["train/loss"] == pytest.approx(reference["train/loss"], rel=0.01), name
+        assert row["train/grad_norm"] == pytest.approx(reference["train/grad_norm"], rel=0.05), name

@@ -77,7 +77,7 @@ def test_the_export_computes_what_the_model_does(tmp_path, family, tied, small_s
     folder = export_hf(tmp_path / "export", iter(weights(source)), config=source.config)
     assert source.config.dtype != torch.bfloat16, "the caller's config is unchanged"
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(found for key, found in info.items() if key.endswith("keys"))
+    assert not any(keys for key, keys in info.items() if key.endswith("keys"))
     assert type(loaded) is type(source) and loaded.dtype == torch.bfloat16
     assert (loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()) == tied
     tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -138,8 +138,8 @@ def test_biases_that_choose_experts_stay_in_fp32(tmp_path, monkeypatch, model_ty
     folder = export_hf(tmp_path / "export", source.state_dict().items(), config=source.config)
     saved = load_file(folder / "model.safetensors")
     assert saved["lm_head.weight"].dtype == torch.bfloat16
-    found = [tensor for name, tensor in saved.items() if name.endswith(suffix)]
-    assert len(found) == len(biases) > 0 and all(torch.equal(bias.flatten(), exact) for bias in found)
+    exported = [tensor for name, tensor in saved.items() if name.endswith(suffix)]
+    assert len(exported) == len(biases) > 0 and all(torch.equal(bias.flatten(), exact) for bias in exported)
 
 
 def test_shards_are_named_indexed_and_filled_as_hugging_face_does(tmp_path, small_shards):
@@ -180,15 +180,15 @@ def test_config_generation_settings_and_tokenizer_are_exported(tmp_path, tokeniz
     assert json.loads((plain / "generation_config.json").read_text())["eos_token_id"] == 2
 
 
-@pytest.mark.parametrize(("own", "expected"), [(True, [1, 2, 4, 6]), (False, [2, 6])])
+@pytest.mark.parametrize(("is_own", "expected"), [(True, [1, 2, 4, 6]), (False, [2, 6])])
 def test_generation_ends_at_every_end_token_of_source_tokenizer_and_template(
-    own, expected, tmp_path, tokenizer
+    is_own, expected, tmp_path, tokenizer
 ):
     """The source's ids, such as <end_of_turn>, are valid for its own tokenizer only."""
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 4]}))
     spec = ModelSpec("m", build().config, tmp_path)
-    found = generation_config(spec, tokenizer, turn_end=6, own_tokenizer=own)
-    assert tokenizer.eos_token_id == 2 and found.eos_token_id == expected
+    settings = generation_config(spec, tokenizer, turn_end=6, own_tokenizer=is_own)
+    assert tokenizer.eos_token_id == 2 and settings.eos_token_id == expected
 
 
 @pytest.mark.parametrize("settings", ['{"length_penalty": 0.8}', '{"max_new_tokens": 0}', "{"])
@@ -272,11 +272,11 @@ def test_files_that_no_export_wrote_are_kept(tmp_path, small_shards):
     (folder / "quantized" / "4bit").mkdir(parents=True)
     (folder / "quantized" / "4bit" / "model.gguf").write_bytes(b"gguf")
     (folder / "link").symlink_to("quantized")
-    own = ["README.md", "link", "quantized"]
+    user_files = ["README.md", "link", "quantized"]
     for _ in range(2):
         export_hf(folder, weights(source), config=source.config)
         names = sorted(path.name for path in folder.iterdir())
-        assert names == sorted([*own, "config.json", "generation_config.json", "model.safetensors"])
+        assert names == sorted([*user_files, "config.json", "generation_config.json", "model.safetensors"])
         assert (folder / "README.md").read_text() == "a model card" and (folder / "link").is_symlink()
         assert (folder / "link" / "4bit" / "model.gguf").read_bytes() == b"gguf"
 

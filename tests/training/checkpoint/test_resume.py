@@ -50,17 +50,17 @@ def test_a_command_that_rolled_back_resumes_when_repeated(folder, capsys):
     assert sorted(losses(folder)) == list(range(1, 9))
 
 
-def same_but_rng(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items() if name[:4] != "rng/")
+def same_but_rng(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, second[name]) for name, tensor in first.items() if name[:4] != "rng/")
 
 
 def test_moments_in_8_bits_resume_exactly_and_are_converted_to_another_format(tmp_path, capsys):
     flags = "--save_interval 2 --keep_last 9 --moment_dtype"
-    whole = train(tmp_path / "whole", f"--max_steps 3 {flags} fp8,fp16")
+    uninterrupted = train(tmp_path / "whole", f"--max_steps 3 {flags} fp8,fp16")
     halves = train(tmp_path / "halves", f"--max_steps 2 {flags} fp8,fp16")
     shutil.copytree(halves, tmp_path / "converted")
     train(halves, f"--max_steps 3 {flags} fp8,fp16")
-    first, second = saved(whole, 3), saved(halves, 3)
+    first, second = saved(uninterrupted, 3), saved(halves, 3)
     coded = [name for name in first if name.endswith("exp_avg_sq") and first[name].dtype == torch.int16]
     assert coded and all(f"{name}_exponents" in first for name in coded)
     assert same_but_rng(first, second)
@@ -75,15 +75,15 @@ def test_moments_in_8_bits_resume_exactly_and_are_converted_to_another_format(tm
 
 def test_an_optimizer_offloaded_at_a_resume_trains_the_same_bits(tmp_path):
     flags = "--save_interval 2 --moment_dtype fp8 --lr_scheduler constant --num_warmup_steps 0 --max_steps"
-    whole = train(tmp_path / "whole", f"{flags} 6")
-    for steps, given in ((2, "--offload_optimizer"), (4, ""), (6, "--offload_optimizer")):
-        folder = train(tmp_path / "run", f"{flags} {steps} {given}")
-    assert same_but_rng(saved(whole, 6), saved(folder, 6)) and losses(whole) == losses(folder)
+    uninterrupted = train(tmp_path / "whole", f"{flags} 6")
+    for steps, offload in ((2, "--offload_optimizer"), (4, ""), (6, "--offload_optimizer")):
+        folder = train(tmp_path / "run", f"{flags} {steps} {offload}")
+    assert same_but_rng(saved(uninterrupted, 6), saved(folder, 6)) and losses(uninterrupted) == losses(folder)
 
 
 def test_evaluating_an_earlier_step_neither_rolls_back_nor_loads_moments(folder, monkeypatch):
     allocated = []
-    monkeypatch.setattr(optimizer, "state_of", lambda *given: allocated.append(given))
+    monkeypatch.setattr(optimizer, "state_of", lambda *arguments: allocated.append(arguments))
     (folder / "summary.json").unlink()
     train(folder, f"--max_steps 0 --resume {folder}/checkpoints/step_000002")
     assert index(folder)["latest"] == "step_000004" and not allocated

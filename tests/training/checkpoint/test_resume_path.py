@@ -19,8 +19,8 @@ def test_resume_accepts_auto_none_and_any_folder_of_a_run(tmp_path, monkeypatch)
     assert resolve_resume("auto", checkpoints) == paths[1]
     assert resolve_resume("none", checkpoints) is None
     elsewhere = Checkpoints(tmp_path / "other" / "checkpoints", keep_last=3)
-    for given, found in [(paths[0], 0), (run, 1), (run / "checkpoints", 1), (f"{paths[0]}/", 0)]:
-        assert resolve_resume(str(given), elsewhere) == paths[found]
+    for requested, number in [(paths[0], 0), (run, 1), (run / "checkpoints", 1), (f"{paths[0]}/", 0)]:
+        assert resolve_resume(str(requested), elsewhere) == paths[number]
     monkeypatch.chdir(paths[0])
     assert resolve_resume(".", elsewhere) == paths[0]
     assert resolve_resume("../step_000002", elsewhere) == paths[1]
@@ -53,34 +53,34 @@ def test_a_rolled_back_run_resumes_from_what_it_saved_since(tmp_path):
 
 
 @pytest.mark.parametrize("pruned", [False, True])
-@pytest.mark.parametrize(("damaged", "found"), [([], 12), ([12], 8), ([8, 12], 4), ([4, 8, 12], 4)])
-def test_a_repeated_rollback_resumes_from_what_was_saved_since(tmp_path, damaged, found, pruned):
+@pytest.mark.parametrize(("damaged", "expected"), [([], 12), ([12], 8), ([8, 12], 4), ([4, 8, 12], 4)])
+def test_a_repeated_rollback_resumes_from_what_was_saved_since(tmp_path, damaged, expected, pruned):
     """What the run saved since would be pruned if it rolled back again."""
     checkpoints, path = save_steps(tmp_path, 4, 6), tmp_path / "step_000004"
     roll_back(checkpoints, path)
     save_steps(tmp_path, 8, 12)
     for step in damaged:
         (tmp_path / f"step_{step:06}" / "meta.json").write_text("")
-    if pruned and found > 4:
+    if pruned and expected > 4:
         shutil.rmtree(path)
-    assert resolve_resume(str(path), checkpoints) == tmp_path / f"step_{found:06}"
+    assert resolve_resume(str(path), checkpoints) == tmp_path / f"step_{expected:06}"
 
 
 def test_another_run_s_checkpoint_is_refused_in_a_folder_that_started_elsewhere(tmp_path):
-    first, own = (save_steps(tmp_path / name / "checkpoints", 2) for name in ("first", "own"))
+    first, second = (save_steps(tmp_path / name / "checkpoints", 2) for name in ("first", "own"))
     config = tmp_path / "own" / "settings.json"
     config.write_text(json.dumps({"resume": str(tmp_path / "first")}))
-    assert resolve_resume(str(tmp_path / "first"), own) == own.latest()
+    assert resolve_resume(str(tmp_path / "first"), second) == second.latest()
     config.write_text(json.dumps({"resume": "auto"}))
     with pytest.raises(UserError, match="holds a run that started elsewhere and has step_000002"):
-        resolve_resume(str(first.latest()), own)
+        resolve_resume(str(first.latest()), second)
 
 
 def test_only_a_rollback_in_the_run_s_own_folder_is_recorded(tmp_path):
-    other = save_steps(tmp_path / "other", 2)
-    own = Checkpoints(tmp_path / "own", keep_last=2)
-    roll_back(own, tmp_path / "other" / "step_000002")
-    assert own.latest() is None and index_of(other)["rolled_back_to"] is None
+    source = save_steps(tmp_path / "other", 2)
+    checkpoints_here = Checkpoints(tmp_path / "own", keep_last=2)
+    roll_back(checkpoints_here, tmp_path / "other" / "step_000002")
+    assert checkpoints_here.latest() is None and index_of(source)["rolled_back_to"] is None
     checkpoints = save_steps(tmp_path / "other", 4)
     copied = shutil.copytree(tmp_path / "other" / "step_000002", tmp_path / "other" / "good_one")
     assert resolve_resume(str(copied), checkpoints) == copied
@@ -89,11 +89,11 @@ def test_only_a_rollback_in_the_run_s_own_folder_is_recorded(tmp_path):
 
 
 def test_a_run_with_checkpoints_on_another_disk_resumes_with_the_path_it_started_from(tmp_path):
-    run, other = tmp_path / "run", tmp_path / "other"
-    save_steps(other / "checkpoints", 2)
-    own = save_steps(tmp_path / "disk", 4)
+    run, source = tmp_path / "run", tmp_path / "other"
+    save_steps(source / "checkpoints", 2)
+    saved = save_steps(tmp_path / "disk", 4)
     run.mkdir()
-    (run / "checkpoints").symlink_to(own.folder)
-    (run / "settings.json").write_text(json.dumps({"resume": str(other)}))
+    (run / "checkpoints").symlink_to(saved.folder)
+    (run / "settings.json").write_text(json.dumps({"resume": str(source)}))
     checkpoints = Checkpoints(run / "checkpoints", keep_last=3)
-    assert resolve_resume(str(other), checkpoints) == run / "checkpoints" / "step_000004"
+    assert resolve_resume(str(source), checkpoints) == run / "checkpoints" / "step_000004"

@@ -384,9 +384,9 @@ def distributed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     def spread(key: str, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype == torch.float8_e4m3fn:  # scatter does not support float8
             bits = distribute_tensor(tensor.view(torch.uint8), mesh, [Shard(0)])
-            own = bits.to_local().view(tensor.dtype)
+            local_shard = bits.to_local().view(tensor.dtype)
             shape, stride = tensor.shape, tensor.stride()
-            return type(bits).from_local(own, mesh, [Shard(0)], shape=shape, stride=stride)
+            return type(bits).from_local(local_shard, mesh, [Shard(0)], shape=shape, stride=stride)
         return distribute_tensor(tensor, mesh, [layouts.get(key, Shard(0))])
 
     return {key: t if key in ("plain", "0-d") else spread(key, t) for key, t in tensors.items()}
@@ -408,9 +408,11 @@ def load_shards(rank: int, folder: Path) -> None:
 def save_shards(rank: int, folder: Path) -> None:
     load_shards(rank, folder / "one rank")
     checkpoints = Checkpoints(folder / "two ranks", keep_last=1)
-    own = {f"rng.{rank}": torch.full((3,), rank)}
+    rng = {f"rng.{rank}": torch.full((3,), rank)}
     for step in (1, 2):
-        checkpoints.save(step, distributed(full_tensors()) | own, {"rank": rank}, eval_loss=rank - step)
+        checkpoints.save(
+            step, distributed(full_tensors()) | rng, {"rank": rank}, eval_loss=rank - step
+        )
 
 
 def test_shards_are_exact_on_any_number_of_ranks(tmp_path):

@@ -54,17 +54,17 @@ def test_times_add_up_by_kind_and_gaps_are_idle():
         KernelLaunch("cast", 7200, 7400),  # inside another
         KernelLaunch("nvjet_a", 8000, 10000),
     ]
-    found = breakdown(reversed(kernels), steps=2)
-    assert found["step_ms"] == 5.0
-    assert {kind: of["ms"] for kind, of in found["kinds"].items()} == {
+    profile = breakdown(reversed(kernels), steps=2)
+    assert profile["step_ms"] == 5.0
+    assert {kind: of["ms"] for kind, of in profile["kinds"].items()} == {
         "GEMM": 3.5,
         "optimizer": 1.0,
         "cast": 0.1,
         IDLE: 1.0,
     }
-    assert found["kinds"]["GEMM"]["launches"] == 1.5
-    assert found["kernels"][0] == {"name": "nvjet_a", "kind": "GEMM", "ms": 3.0}
-    assert lines(found)[0].endswith("mean of 2: 5.00 ms") and len(lines(found)) == 5
+    assert profile["kinds"]["GEMM"]["launches"] == 1.5
+    assert profile["kernels"][0] == {"name": "nvjet_a", "kind": "GEMM", "ms": 3.0}
+    assert lines(profile)[0].endswith("mean of 2: 5.00 ms") and len(lines(profile)) == 5
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_a_run_on_a_gpu_writes_its_kernel_times(tmp_path, capsys):
     )
     assert main(shlex.split(flags), description="test", start=lambda cfg: torch.device("cuda")) == 0
     assert "GPU time of a step, mean of 3:" in capsys.readouterr().out
-    found = json.loads((tmp_path / "run" / "profile.json").read_text())
+    profile = json.loads((tmp_path / "run" / "profile.json").read_text())
     # 7 GEMMs a layer and the LM head's, forward and twice backward, of 3 layers.
-    assert found["steps"] == 3 and found["kinds"]["GEMM"]["launches"] >= 3 * 3 * 7 + 3
-    busy = sum(of["ms"] for kind, of in found["kinds"].items() if kind != IDLE)
-    assert busy + found["kinds"][IDLE]["ms"] >= found["step_ms"] * 0.999
+    assert profile["steps"] == 3 and profile["kinds"]["GEMM"]["launches"] >= 3 * 3 * 7 + 3
+    busy = sum(of["ms"] for kind, of in profile["kinds"].items() if kind != IDLE)
+    assert busy + profile["kinds"][IDLE]["ms"] >= profile["step_ms"] * 0.999
     assert json.loads((tmp_path / "run" / "profile_trace.json").read_text())["traceEvents"]
