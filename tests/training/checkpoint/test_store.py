@@ -410,9 +410,7 @@ def save_shards(rank: int, folder: Path) -> None:
     checkpoints = Checkpoints(folder / "two ranks", keep_last=1)
     rng = {f"rng.{rank}": torch.full((3,), rank)}
     for step in (1, 2):
-        checkpoints.save(
-            step, distributed(full_tensors()) | rng, {"rank": rank}, eval_loss=rank - step
-        )
+        checkpoints.save(step, distributed(full_tensors()) | rng, {"rank": rank}, eval_loss=rank - step)
 
 
 def test_shards_are_exact_on_any_number_of_ranks(tmp_path):
