@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
-from fp8_suite.te_models.kernels import flash_attention, fused_swiglu, loss_fp8, packed_attention, rope
+from fp8_suite.te_models.kernels import flash_attention, fused_swiglu, loss_fp8, rope
 from fp8_suite.te_models.kernels.selection import Kernels
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training import kernels
@@ -178,15 +178,3 @@ def test_te_uses_flash_attention_4_only_if_it_passed(problems):
 def test_the_users_own_switches_of_te_win(problems, monkeypatch):
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     assert not choose().flash_attention and switches() == {"NVTE_FLASH_ATTN"}
-
-
-def test_flash_attention_is_tested_in_the_forms_that_the_run_calls(problems, monkeypatch):
-    forms = []
-    monkeypatch.setattr(flash_attention, "as_te_calls", lambda **form: form)
-    monkeypatch.setattr(flash_attention, "self_test", lambda form, *heads: forms.append((form, heads)))
-    choose()
-    choose(packing=False, deterministic=True)
-    expected = [(True, False), (False, False), (False, True)]
-    assert forms == [({"packed": p, "deterministic": d}, (64, 64, 64)) for p, d in expected]
-    monkeypatch.setattr(packed_attention, "self_test", lambda *heads: forms.append(heads))
-    assert choose(backend=None, recipe="tensorwise").flash_attention and forms[-1] == (64, 64, 64)

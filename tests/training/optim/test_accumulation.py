@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fp8_suite.training.config import config_from_dict
-from fp8_suite.training.optim.accumulation import FSDPMainGradAccumulator, MainGradAccumulator, gradient_of
+from fp8_suite.training.optim.accumulation import MainGradAccumulator, gradient_of
 from fp8_suite.training.optim.adamw import FusedAdamW
 from fp8_suite.training.parallel.strategies import Strategy
 from torch import nn
@@ -107,10 +107,6 @@ class TELike(nn.Module):
         pass
 
 
-class LayerNormLinear(TELike):
-    pass
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_te_overwrites_its_sums_in_a_steps_first_micro_batch(dtype):
     module = TELike()
@@ -123,21 +119,3 @@ def test_te_overwrites_its_sums_in_a_steps_first_micro_batch(dtype):
     assert gradient_of(module.layer_norm_weight).dtype == dtype
     sums.clear()
     assert gradient_of(module.layer_norm_weight) is None and gradient_of(module.weight) is not None
-
-
-def test_under_fsdp_te_adds_to_the_grad_of_the_gathered_weight():
-    model = nn.ModuleList([LayerNormLinear(), TELike()])
-    sums = FSDPMainGradAccumulator(model, torch.float32)
-    sums.begin_micro_batch(first=True, last=True)
-    assert not any(m.fuse_wgrad_accumulation for m in model), "one micro-batch has nothing to add to"
-    weight = model[1].weight
-    for first in (True, False):
-        sums.begin_micro_batch(first=first, last=not first)
-        assert [m.fuse_wgrad_accumulation for m in model] == [False, True], "LayerNormLinear keeps autograd"
-        model[1]()
-        assert weight.overwrite_main_grad is first
-        total = weight.get_main_grad()
-        assert total is weight.grad and total.dtype == torch.float32
-        weight.main_grad = total  # as TE does
-    sums.clear()
-    assert gradient_of(weight) is weight.grad and weight.main_grad is None

@@ -3,14 +3,11 @@
 import ast
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 import torch
-from fp8_suite.core import recipes as table
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
 from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.te_models.emulation import recipes as emulated
@@ -79,41 +76,12 @@ def test_a_te_recipe_is_made_emulated_or_refused_with_a_reason(name):
         assert why_not(name, "emulated")
 
 
-def test_a_recipe_added_to_the_table_is_resolved_checked_and_counted(monkeypatch):
-    spec = replace(
-        RECIPES["block"], token_multiple=64, settings=frozenset({"fp8_margin"}), may_fall_back=True
-    )
-    monkeypatch.setitem(table.RECIPES, "new", spec)
-    on_gpu(monkeypatch, (9, 0))
-    new = Precision("new", "new", recipe=object(), te_backend="native")
-    assert new.fp8 and new.token_multiple == 64 and not new.needs_calibration
-    checks.check_settings(settings(fp8_margin=1), new)
-    with pytest.raises(UserError, match=r"--fp8_format e4m3: .*not to new"):
-        checks.check_settings(settings(fp8_format="e4m3"), new)
-    with pytest.raises(UserError, match="hidden_size 100 not a multiple of 128"):
-        checks.check_sizes(new, "m", {"hidden_size": 100})
-    name, reason = precision.recipe_or_fallback("new", "--fp8_scenario new", settings(**TE_FP8), "native")
-    assert name == "delayed" and "capability 10.0" in reason
-
-
-def test_every_setting_reaches_the_recipe(monkeypatch):
-    record = SimpleNamespace
-    te = record(
-        DelayedScaling=record, Float8CurrentScaling=record, Format={"E4M3": 1, "HYBRID": 2}, MMParams=record
-    )
-    monkeypatch.setattr(precision, "te_recipes", lambda backend: te)
+def test_every_setting_reaches_the_recipe():
     values = {"fp8_margin": 3, "fp8_amax_history_len": 7, "fp8_amax_compute_algo": "most_recent"}
-    values |= {"fp8_format": "e4m3", "fp8_fast_accumulation": True}
-    slow = record(use_split_accumulator=False)
-    shared = record(fp8_format=1, fp8_gemm_dgrad=slow, fp8_gemm_wgrad=slow)
-    assert make_recipe("current", settings(**values).precision) == shared
-    delayed = record(**vars(shared), margin=3, amax_history_len=7, amax_compute_algo="most_recent")
-    assert make_recipe("delayed", settings(**values).precision) == delayed
-    assert not hasattr(make_recipe("delayed", settings().precision), "fp8_gemm_dgrad")
-    monkeypatch.undo()
-    for fp32 in (False, True):
-        recipe = make_recipe("block", settings(fp8_fp32_scales=fp32).precision, "emulated")
-        assert recipe.use_f32_scales is fp32
+    cfg = settings(**values, fp8_format="e4m3", fp8_fp32_scales=True).precision
+    delayed, current, block = (make_recipe(n, cfg, "emulated") for n in ("delayed", "current", "block"))
+    assert (delayed.margin, delayed.amax_history_len, delayed.amax_compute_algo) == (3, 7, "most_recent")
+    assert delayed.fp8_format == current.fp8_format == emulated.Format.E4M3 and block.use_f32_scales
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="expects a machine without a GPU")
