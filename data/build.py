@@ -208,14 +208,13 @@ def open_split(cfg: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase, v
 
 def warn_about_template(split: Split) -> None:
     """Warn if the chat template has no end-of-turn token, or drops the tools in the data."""
-    columns, encoder = split.source.columns, split.encoder
-    name = encoder.tokenizer.name_or_path
+    columns, encoder, problems = split.source.columns, split.encoder, []
     if columns.chat and encoder.turn_end is None:
-        reason = "ends answers without a special token, so the model does not learn where to stop"
-        logger.warning("--tokenizer_name %s: its chat template %s", name, reason)
+        problems.append("ends answers without a special token, so the model does not learn where to stop")
     if columns.tools and not encoder.renders_tools:
-        reason = "does not render tools: the tools in the data are ignored"
-        logger.warning("--tokenizer_name %s: its chat template %s", name, reason)
+        problems.append("does not render tools: the tools in the data are ignored")
+    for problem in problems:
+        logger.warning("--tokenizer_name %s: its chat template %s", encoder.tokenizer.name_or_path, problem)
 
 
 def split_train_eval(split: Split, num_held_out: int, seed: int) -> tuple[Selection, Selection | None]:
@@ -248,9 +247,7 @@ def require_usable(split: Split, selection: Selection, **flag: str | None) -> No
     reasons = ", ".join(f"{n} {status.name.lower().replace('_', ' ')}" for status, n in counts.items())
     if Status.BAD in counts:
         reasons += f": {split.describe_first_bad(selection)}"
-    way_out = f"check the data, its columns, and --max_seq_length {cfg.max_seq_length}"
-    if Status.OVERLONG in counts:
-        way_out = f"raise --max_seq_length {cfg.max_seq_length}, add --overlong truncate, or check the data"
+    way_out = "raise --max_seq_length" if Status.OVERLONG in counts else "check the data and its columns"
     reason = f"no row of --dataset_name {cfg.dataset_name} can be used ({reasons or 'it is empty'})"
     raise bad_setting(f"{reason}; {way_out}", **flag)
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 from weakref import WeakSet
@@ -24,10 +25,18 @@ DATA_FLAGS = (
 )
 
 
-class Loader:
-    """Iterable over this rank's micro-batches from the current position to the end of the epoch.
+@dataclass
+class LoaderState:
+    """What changes in a loader: its place in the data. Batches count once yielded, not when prefetched."""
 
-    The state counts yielded batches; batches that workers prefetched do not count. Workers continue into the
+    epoch: int
+    position: Position
+
+
+class Loader:
+    """Iterable over this rank's micro-batches from the position of its `state` to the end of the epoch.
+
+    Workers continue into the
     next epoch; abandoning an epoch early ends them. With `restart` (evaluation), every iteration starts at
     the first bin of epoch 0. `identity` (JSON-serializable) identifies the data: a saved position is valid
     only for the same identity.
@@ -48,8 +57,7 @@ class Loader:
         self.options: dict[str, Any] = {"num_workers": workers, "pin_memory": pin_memory}
         if workers:  # prefetch all micro-batches of a step
             self.options["prefetch_factor"] = max(2, -(-per_step // workers))
-        self.epoch = 0
-        self.position: Position = source.start
+        self.state = LoaderState(0, source.start)
         self.next_epoch: Iterator[PositionedBatch | UserError | None] | None = None
         # Other epochs may pack into slightly more or fewer micro-batches. Schedules use the count of epoch 0,
         # which is the same after a resume.
@@ -57,7 +65,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         if self.restart:
-            self.position = self.source.start
+            self.state.position = self.source.start
         items = self._start() if self.next_epoch is None else self.next_epoch
         self.next_epoch = None
         for item in items:
@@ -67,16 +75,15 @@ class Loader:
                 # Close the workers here, in order: the garbage collector would close their queues first.
                 del items
                 raise item
-            self.position, batch = item
+            self.state.position, batch = item
             yield batch
         self.next_epoch = items
-        self.position = self.source.start
-        self.epoch += not self.restart
+        self.state = LoaderState(self.state.epoch + (not self.restart), self.source.start)
 
     def _start(self) -> Iterator[PositionedBatch | UserError | None]:
         reader = iter(
             DataLoader(
-                MicroBatches(self.source, self.epoch, self.position),
+                MicroBatches(self.source, self.state.epoch, self.state.position),
                 batch_size=None,
                 worker_init_fn=init_worker,
                 generator=torch.Generator(),  # the global one is part of the training state
@@ -93,10 +100,10 @@ class Loader:
 
         None for a stream.
         """
-        return self.source.micro_batches(self.position)
+        return self.source.micro_batches(self.state.position)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position, "identity": self.identity}
+        return asdict(self.state) | {"identity": self.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state saved with any number of ranks. UserError if it belongs to other data."""
@@ -114,7 +121,7 @@ class Loader:
                 flags=["resume", *changed],
                 exit_code=EXIT_BAD_SETTING,
             )
-        self.epoch, self.position, self.next_epoch = state["epoch"], state["position"], None
+        self.state, self.next_epoch = LoaderState(state["epoch"], state["position"]), None
 
 
 readers: WeakSet[Iterator] = WeakSet()  # DataLoader iterators with workers

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, groupby, islice
 from typing import Any, NamedTuple
 
@@ -138,7 +138,7 @@ class Stream:
             reason = f"the stream has no rows after the {counted(held_out, 'held-out row')}"
             way_out = "lower --eval_samples, or choose another --split_name"
             raise bad_setting(f"{reason}; {way_out}", dataset_name=split.cfg.dataset_name)
-        self.selection = replace(window[1], is_window=True)
+        self.selection = window[1]
         self.num_bins, self.padded_tokens = layout.measure(window[1].samples.length, self._bins(0, *window))
         num_rows = int(self.selection.counts.sum())
         self.is_one_window = num_rows < WINDOW or num_rows == limit

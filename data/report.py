@@ -104,6 +104,6 @@ def report_on(split: Split, selection: Selection, source: Stored | Stream) -> Da
         left_out=selection.left_out,
         fingerprint=selection.fingerprint,
         first_bad_row=split.describe_first_bad(selection),
-        streaming=selection.is_window,
+        streaming=isinstance(source, Stream),
         rows_per_second=selection.rows_per_second,
     )

@@ -57,14 +57,14 @@ class Samples:
 
     def fetch(self, indices: list[int]) -> list[Sample]:
         table = self.tokens[self.document[indices].tolist()]
-        found = []
+        samples = []
         for i, ids, spans in zip(indices, arrays(table["input_ids"]), arrays(table["spans"]), strict=True):
             loss = np.full(len(ids), self.loss_on_all)
             for start, stop in spans.reshape(-1, 2):
                 loss[start:stop] = True
             piece = slice(self.start[i], self.start[i] + self.length[i])
-            found.append(Sample(ids[piece], loss[piece], int(self.row[i])))
-        return found
+            samples.append(Sample(ids[piece], loss[piece], int(self.row[i])))
+        return samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,6 @@ class Selection:
     split_chats: int  # rows of several samples, because their template renders earlier turns differently
     left_out: dict[str, int]  # part of an answer that the chat template leaves out -> number of rows
     rows_per_second: float | None = None  # speed of tokenization; None if tokens were cached
-    is_window: bool = False  # first window of a stream
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,8 @@ class Observers(Hooks):
     def after_log(self) -> None:
         self.wall_time.count(write=False)
         if self.prepared.cfg.data.streaming:  # at the start, ranks compared only the first rows of the stream
-            position = {"epoch": self.loader.epoch, "row and sequence": self.loader.position}
+            state = self.loader.state
+            position = {"epoch": state.epoch, "row and sequence": state.position}
             ranks.agree("positions in the stream", position)
 
     def close(self) -> None:

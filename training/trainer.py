@@ -219,8 +219,8 @@ class Trainer:
     def _epoch(self) -> float:
         loader = self.loaders.train
         if loader.micro_batches_per_epoch is None:
-            return float(loader.epoch)
-        return loader.epoch + 1 - loader.micro_batches_left() / loader.micro_batches_per_epoch
+            return float(loader.state.epoch)
+        return loader.state.epoch + 1 - loader.micro_batches_left() / loader.micro_batches_per_epoch
 
     def _sum_counts(self, counts: dict[str, int]) -> dict[str, int]:
         strategy = self.stack.strategy

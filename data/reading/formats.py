@@ -59,15 +59,13 @@ def named_file(cfg: DataConfig) -> str | None:
         is_file = path.is_file()
     except OSError as error:  # no permission, or a name that is too long
         raise bad_setting(f"{error.strerror}; check the path", dataset_name=cfg.dataset_name) from None
-    if not is_file:
-        if common_format([name]):
-            raise bad_setting("no such file; check the path", dataset_name=cfg.dataset_name)
-        return None
-    if configuration or not common_format([name]):
-        known = f"{', '.join(FORMATS)}, also with {', '.join(COMPRESSIONS)}"
-        way_out = "for a file, omit :CONFIGURATION" if configuration else "convert or rename it"
-        raise bad_setting(f"not a data file ({known}); {way_out}", dataset_name=cfg.dataset_name)
-    return str(path)
+    is_data = common_format([name]) is not None
+    if is_data and not is_file:
+        raise bad_setting("no such file; check the path", dataset_name=cfg.dataset_name)
+    if is_file and (configuration or not is_data):
+        reason = f"not a data file ({', '.join(FORMATS)}, also with {', '.join(COMPRESSIONS)})"
+        raise bad_setting(f"{reason}; give one, without :CONFIGURATION", dataset_name=cfg.dataset_name)
+    return str(path) if is_file else None
 
 
 def read_files(format: Format, files: Sequence[str], **options: Any) -> Dataset | IterableDataset:
@@ -84,8 +82,8 @@ def read_files(format: Format, files: Sequence[str], **options: Any) -> Dataset 
 def cells_as_text(file: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return options for the csv builder to read every cell as text, which keeps 007 and NA unchanged.
 
-    `options` are the pandas options used to read the header of `file`. ValueError if the first row has more
-    cells than the header: pandas would shift the columns.
+    `options` are pandas' for reading `file`. ValueError if the first row has more cells than the header:
+    pandas would shift the columns.
     """
     import pandas as pd
     from datasets import Features, Value

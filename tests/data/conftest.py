@@ -65,12 +65,12 @@ def texts(tokenizer):
     """Function that decodes an unpacked epoch in row order: all tokens, and tokens with loss."""
 
     def texts(loaders) -> list[tuple[str, str]]:
-        found = {}
+        rows = {}
         for batch in loaders.train:
             ids, labels = batch.inputs["input_ids"][0, : batch.real_tokens], batch.inputs["labels"][0]
             answer = tokenizer.decode(labels[labels != IGNORE]).removesuffix(tokenizer.eos_token)
-            found[batch.sample_ids[0]] = tokenizer.decode(ids), answer
-        return [found[row] for row in sorted(found)]
+            rows[batch.sample_ids[0]] = tokenizer.decode(ids), answer
+        return [rows[row] for row in sorted(rows)]
 
     return texts
 

@@ -12,8 +12,8 @@ from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter, SchemaInferenceError
 from datasets.packaged_modules.text.text import Text
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
-from fp8_suite.data.reading.cache import NOT_WRITABLE, storage_error
-from fp8_suite.data.reading.sources import open_path_or_hub, unreadable
+from fp8_suite.data.reading.cache import NOT_WRITABLE
+from fp8_suite.data.reading.sources import open_path_or_hub
 from fp8_suite.data.settings import DataConfig
 
 from tests.data.conftest import json_lines
@@ -54,18 +54,6 @@ def test_unwritable_cache_is_reported(build, load, stored, cache, monkeypatch, n
     assert not list(cache.rglob("tmp*"))
 
 
-def test_full_disk_outside_the_cache_is_reported():
-    message = str(storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm/sem.mp-1")))
-    assert message.startswith("/dev/shm/sem.mp-1: No space left on device; free disk space, or set")
-    assert "HF_HUB_CACHE" in message
-
-
-def test_permission_error_outside_the_cache_is_not_a_cache_error():
-    refused = OSError(errno.EACCES, os.strerror(errno.EACCES))  # errors of a socket have no file name
-    assert storage_error(refused) is None
-    assert "the network" in str(unreadable(DataConfig(dataset_name="owner/set"), refused))
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("keep", [0.0, 0.5, "a batch"])
 def test_truncated_token_files_are_recreated(load, build, tmp_path, cache, caplog, keep, processes):
@@ -98,19 +86,6 @@ def test_killed_tokenizing_process_leaves_no_file(build, stored, cache, monkeypa
     with pytest.raises(UserError, match=r"^--num_proc 2: .*abruptly died.*lower --num_proc$"):
         build(**stored, num_proc=2)
     assert [path.name for path in cache.rglob("tmp*")] == ["tmp_of_another"]
-
-
-def test_error_of_the_encoder_keeps_its_type(build, stored, monkeypatch):
-    from fp8_suite.data.chat import Encoder
-
-    def encode(*_):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(Encoder, "encode", encode)
-    for processes in (1, 2):
-        with pytest.raises(RuntimeError, match="a bug") as info:
-            build(**stored, num_proc=processes)
-        assert not isinstance(info.value, UserError)
 
 
 def test_interrupt_wrapped_by_datasets_is_raised_as_interrupt(load, monkeypatch):

@@ -22,7 +22,6 @@ from fp8_suite.data import loader as loader_module
 from fp8_suite.data import order
 from fp8_suite.data.build import open_split
 from fp8_suite.data.chat import Encoder
-from fp8_suite.data.order import MicroBatches
 from fp8_suite.data.samples import count_labels
 from fp8_suite.data.settings import DataConfig
 from fp8_suite.data.tokenizer import load_tokenizer
@@ -88,7 +87,7 @@ def test_epoch_has_every_sample_once_and_epochs_differ_in_order(make, mode):
     epochs = [list(loader) for _ in range(2)]
     assert all(Counter(ids(epoch)) == Counter(range(ROWS)) for epoch in epochs)
     assert ids(epochs[0]) != ids(epochs[1]) and ids(epochs[0]) != sorted(ids(epochs[0]))
-    assert loader.epoch == 2
+    assert loader.state.epoch == 2
     assert loader.micro_batches_per_epoch == (None if mode.get("streaming") else len(epochs[0]))
     later = make(**mode).train
     later.load_state_dict({**later.state_dict(), "epoch": 1})
@@ -106,7 +105,7 @@ def test_resume_at_any_position_matches_uninterrupted_run(make, mode):
     for done in range(0, len(states), 1 + len(states) // 6):
         loader = make(**mode).train
         loader.load_state_dict(states[done])
-        rest = [content(batch) for _ in range(loader.epoch, 2) for batch in loader]
+        rest = [content(batch) for _ in range(loader.state.epoch, 2) for batch in loader]
         assert rest == batches[done:]
 
 
@@ -135,13 +134,6 @@ def test_every_rank_gets_a_batch_in_the_last_step(make, mode):
     assert [len(batch.sample_ids) for batch in last] == [1, 0, 0, 0]
     assert [batch.label_tokens > 0 for batch in last] == [True, False, False, False]
     assert all(tuple(batch.inputs["input_ids"].shape) == (1, 16) for batch in last[1:])
-
-
-def test_rank_without_packed_sequences_gets_one_padding_row(make):
-    ranks = make(batch_size=1).train.micro_batches_per_epoch - 1  # the second step has one sequence
-    *full, last = make(batch_size=1, rank=ranks - 1, world_size=ranks).train
-    assert len(full) == 1 and last.inputs["input_ids"].shape == (1, 16)
-    assert last.inputs["max_seqlen"] == 128 and last.label_tokens == last.real_tokens == 0
 
 
 @streaming
@@ -301,29 +293,11 @@ def test_a_connection_cut_by_a_stop_signal_prints_no_traceback(capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_read_error_in_a_stream_is_one_line_with_resume_hint(make, num_workers, monkeypatch):
-    class Broken:
-        start, max_workers, layout = [0, 0], 1, make(streaming=True).train.source.layout
-
-        def micro_batches(self, position):
-            return None
-
-        def bins(self, epoch, position):
-            raise UserError("--dataset_name x: cannot be read: cut")
-            yield
-
-    loader = loader_module.Loader(Broken(), identity={}, num_workers=num_workers, pin_memory=False)
-    with pytest.raises(UserError, match=r"cannot be read: cut; the same command .* resumes it$"):
-        list(loader)
-    assert len(list(MicroBatches(Broken(), 0, [0, 0]))) == 1
-
-
 def test_evaluation_restarts_in_row_order(make):
     loader = make(eval_split="test", eval_samples=10, packing=False, seed=8).eval
     assert ids(islice(loader, 2)) == [0, 2, 4, 6]  # every second row of 20
     assert ids(loader) == ids(loader) == list(range(0, 20, 2))
-    assert loader.epoch == 0
+    assert loader.state.epoch == 0
 
 
 @streaming

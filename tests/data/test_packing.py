@@ -1,6 +1,6 @@
 """Packing and collation: properties over random lengths, and hand-computed examples."""
 
-from itertools import chain, combinations, pairwise
+from itertools import chain, combinations
 
 import numpy as np
 import pytest
@@ -12,19 +12,6 @@ from fp8_suite.data.packing import LOOK_AHEAD, best_fit_subset, pack, permutatio
 
 def sample(*ids, loss=None, row=0):
     return Sample(np.array(ids, dtype=np.int32), np.array(loss or [True] * len(ids)), row)
-
-
-def random_rows(rng, width):
-    """Return rows of samples that fit into `width`, with random loss masks."""
-    rows, number = [], 0
-    for _ in range(rng.integers(1, 5)):
-        row, free = [], width
-        while free and rng.random() < 0.8:
-            n = int(rng.integers(1, free + 1))
-            row.append(Sample(rng.integers(10, 99, n).astype(np.int32), rng.random(n) < 0.5, number))
-            free, number = free - n, number + 1
-        rows.append(row)
-    return rows
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -121,31 +108,6 @@ def test_padded_batch_matches_hand_computed_tensors():
     assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
     assert set(batch.inputs) == {"input_ids", "labels", "position_ids"}
     assert (batch.label_tokens, batch.real_tokens, batch.padded_tokens) == (2, 5, 8)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_packed_rows_have_one_sequence_per_sample_and_one_for_padding(seed):
-    rng = np.random.default_rng(seed)
-    width = int(rng.integers(4, 40))
-    rows = random_rows(rng, width)
-    batch = build_batch(rows, width, pad_id=1, max_seqlen=width)
-    ids, labels, positions = (batch.inputs[k].flatten() for k in ("input_ids", "labels", "position_ids"))
-    cu = batch.inputs["cu_seqlens"].tolist()
-    assert cu[0] == 0 and cu[-1] == len(rows) * width and all(a < b for a, b in pairwise(cu))
-    assert set(range(0, cu[-1], width)) <= set(cu)  # no sequence crosses from one row into the next
-    sequences = iter([slice(a, b) for a, b in pairwise(cu)])
-    for row in rows:
-        for expected in row:
-            span = next(sequences)
-            assert ids[span].tolist() == expected.ids.tolist()
-            shifted = np.where(expected.loss[1:], expected.ids[1:], IGNORE).tolist()
-            assert labels[span].tolist() == [*shifted, IGNORE]
-        if sum(len(s.ids) for s in row) < width:
-            span = next(sequences)
-            assert set(labels[span].tolist()) == {IGNORE} and set(ids[span].tolist()) == {1}
-    assert next(sequences, None) is None
-    assert positions.tolist() == [t for a, b in pairwise(cu) for t in range(b - a)]
-    assert batch.label_tokens == int((labels != IGNORE).sum())
 
 
 @pytest.mark.parametrize("max_seqlen", [None, 64])

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from fp8_suite.core.signals import Stopped, handling_stop_signals
 from fp8_suite.data.collate import Batch
+from fp8_suite.data.loader import LoaderState
 from fp8_suite.te_models.kernels.loss import TokenLoss
 from fp8_suite.te_models.shape import ModelShape, model_flops
 from fp8_suite.training.checkpoint.progress import Progress
@@ -69,23 +70,23 @@ class ListLoader:
     """Batches from a list, over and over; counts epochs as data.Loader does."""
 
     def __init__(self, batches):
-        self.batches, self.epoch, self.done = batches, 0, 0
+        self.batches, self.state, self.done = batches, LoaderState(0, 0), 0
         self.micro_batches_per_epoch = len(batches)
 
     def __iter__(self):
         for batch in self.batches:
             self.done += 1
             yield batch
-        self.epoch, self.done = self.epoch + 1, 0
+        self.state.epoch, self.done = self.state.epoch + 1, 0
 
     def micro_batches_left(self):
         return len(self.batches) - self.done
 
     def state_dict(self):
-        return {"epoch": self.epoch, "done": self.done}
+        return {"epoch": self.state.epoch, "done": self.done}
 
     def load_state_dict(self, state):
-        self.epoch, self.done = state["epoch"], state["done"]
+        self.state.epoch, self.done = state["epoch"], state["done"]
 
 
 @dataclass
@@ -283,7 +284,7 @@ def test_the_last_window_of_an_epoch_is_trained_on():
     made, record = trainer([to_batch([r]) for r in data], total_steps=6, gradient_accumulation_steps=3)
     made.train()
     labels = sum(int((r[1] != -100).sum()) for r in data)
-    assert made.progress.label_tokens == 2 * labels and made.loaders.train.epoch == 2
+    assert made.progress.label_tokens == 2 * labels and made.loaders.train.state.epoch == 2
     assert made.progress.real_tokens == 2 * 7 * 12
     assert record.series("train/epoch") == pytest.approx([3 / 7, 6 / 7, 1, 10 / 7, 13 / 7, 2])
 

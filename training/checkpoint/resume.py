@@ -283,8 +283,8 @@ def count_resumed_steps(cfg: Config, meta: dict[str, Any], loader: Any, world_si
     if cfg.optim.max_steps is not None or per_epoch is None:
         return count_steps(cfg.optim, per_epoch)
     accumulation, epochs = cfg.optim.gradient_accumulation_steps, cfg.optim.num_epochs
-    left = loader.micro_batches_left() if loader.epoch < epochs else 0
-    later_epochs = max(0, epochs - loader.epoch - 1)
+    left = loader.micro_batches_left() if loader.state.epoch < epochs else 0
+    later_epochs = max(0, epochs - loader.state.epoch - 1)
     return meta["progress"]["step"] + -(-left // accumulation) + later_epochs * -(-per_epoch // accumulation)
 
 
