@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -82,6 +83,19 @@ def test_every_setting_reaches_the_recipe():
     delayed, current, block = (make_recipe(n, cfg, "emulated") for n in ("delayed", "current", "block"))
     assert (delayed.margin, delayed.amax_history_len, delayed.amax_compute_algo) == (3, 7, "most_recent")
     assert delayed.fp8_format == current.fp8_format == emulated.Format.E4M3 and block.use_f32_scales
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_fast_accumulation_reaches_both_gemms_of_backward(fast, monkeypatch):
+    """The emulation has no such setting, so TE's recipe module is replaced."""
+    te = SimpleNamespace(
+        Float8CurrentScaling=SimpleNamespace, Format={"HYBRID": "hybrid"}, MMParams=SimpleNamespace
+    )
+    monkeypatch.setattr(precision, "te_recipes", lambda backend: te)
+    recipe = make_recipe("current", settings(fp8_fast_accumulation=fast).precision)
+    quick = SimpleNamespace(use_split_accumulator=False)
+    gemms = {"fp8_gemm_dgrad": quick, "fp8_gemm_wgrad": quick} if fast else {}
+    assert vars(recipe) == {"fp8_format": "hybrid"} | gemms
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="expects a machine without a GPU")
