@@ -6,7 +6,8 @@ The modules, in order of data flow:
 - `columns` chooses the columns to train on. Register new column names in KNOWN_COLUMNS.
 - `rows` converts rows to samples.
 - `tokenizer` loads the tokenizer and supplies missing chat templates. Register new ones in TEMPLATES.
-- `chat` renders and tokenizes samples.
+- `rendering` renders chats and finds the answers in them.
+- `chat` tokenizes samples.
 - `samples` caches tokens and selects samples.
 - `packing` fills bins.
 - `order` assigns bins to ranks.
