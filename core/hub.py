@@ -20,9 +20,7 @@ def require_folder(flag: str, name: str) -> None:
         raise bad_setting("there is no such folder; give one that exists, or a hub id", **{flag: name})
 
 
-def require_reachable_hub(
-    name: str, files: tuple[str, ...], cache_dir: str | None = None, repo_type: str = "model"
-) -> None:
+def require_reachable_hub(name: str, files: tuple[str, ...], repo_type: str = "model") -> None:
     """Raise OSError if none of a hub id's `files` is in the cache and the hub is out of reach.
 
     The hub's own client would try each file for half a minute or more and print each time.
@@ -33,8 +31,7 @@ def require_reachable_hub(
 
     if is_path(name) or os.path.exists(name) or constants.is_offline_mode():
         return
-    kept = {"cache_dir": cache_dir, "repo_type": repo_type}
-    if any(try_to_load_from_cache(name, file, **kept) is not None for file in files):
+    if any(try_to_load_from_cache(name, file, repo_type=repo_type) is not None for file in files):
         return
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -74,7 +74,7 @@ def open_path_or_hub(cfg: DataConfig, split: str) -> Source:
         return source_of_saved(cfg, path, split)
     with explaining_read_errors(cfg):
         if not is_prepared(name):
-            require_reachable_hub(name, ("README.md",), None, repo_type="dataset")
+            require_reachable_hub(name, ("README.md",), repo_type="dataset")
         builder = datasets.load_dataset_builder(name, configuration)
     splits = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
     if len(builder.builder_configs) < 2:

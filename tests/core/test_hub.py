@@ -50,18 +50,21 @@ def test_a_hub_out_of_reach_is_one_line_after_few_tries(requests, tmp_path, capf
     assert is_prepared("some/Name")
 
 
-def test_what_is_here_is_not_requested_and_a_hub_that_answers_is_left_to_its_client(requests, tmp_path):
-    require_reachable_hub(str(tmp_path), ("config.json",), None)
+def test_what_is_here_is_not_requested_and_a_hub_that_answers_is_left_to_its_client(
+    requests, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    require_reachable_hub(str(tmp_path), ("config.json",))
     snapshot, refs = (tmp_path / "models--some--model" / name for name in ("snapshots/abc", "refs"))
     snapshot.mkdir(parents=True)
     refs.mkdir()
     (snapshot / "config.json").write_text("{}")
     (refs / "main").write_text("abc")
-    require_reachable_hub("some/model", ("other.json", "config.json"), str(tmp_path))
+    require_reachable_hub("some/model", ("other.json", "config.json"))
     assert not requests
     answers = httpx.MockTransport(lambda request: httpx.Response(503))
     huggingface_hub.set_client_factory(lambda: httpx.Client(transport=answers))
-    require_reachable_hub("some/model", ("config.json",), None)
+    require_reachable_hub("another/model", ("config.json",))
 
 
 @pytest.mark.parametrize(
