@@ -356,30 +356,19 @@ def test_the_time_of_a_launch_that_died_counts_once(tmp_path, monkeypatch):
     began = time.perf_counter()
     train(folder, flags)
     assert 1000 < record(folder, "summary.json")["runtime_seconds"] < 1000 + time.perf_counter() - began
-    (folder / "wall_time.json").unlink()  # as in folders of older versions
-    train(folder, f"{flags} --max_steps 5")
-    assert record(folder, "summary.json")["runtime_seconds"] > 1000
     shutil.rmtree(folder / "checkpoints")
     train(folder, flags)  # another run in place of a finished one
     assert record(folder, "summary.json")["runtime_seconds"] < 1000
 
 
-@pytest.mark.parametrize("refused", ["", "--split_name absent"])
-def test_an_output_folder_with_other_files_is_refused_and_left_alone(tmp_path, capsys, refused):
-    model = {"config.json": '{"model_type": "llama"}', "model.safetensors": "weights"}
-    for name, text in model.items():
-        (tmp_path / name).write_text(text)
-    train(tmp_path, refused, code=EXIT_BAD_SETTING)
-    assert "holds files of something else (config.json, model.safetensors)" in capsys.readouterr().err
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == model
-
-
-@pytest.mark.parametrize("name", ["settings.json", "summary.json", "metrics.jsonl", "samples.txt"])
-def test_a_file_with_the_name_of_a_run_s_is_no_run(tmp_path, capsys, name):
-    (tmp_path / name).write_text('{"editor.fontSize": 3}')
+@pytest.mark.parametrize("names", [["config.json", "model.safetensors"], ["settings.json"], ["samples.txt"]])
+def test_an_output_folder_with_other_files_is_refused_and_left_alone(tmp_path, capsys, names):
+    """Also with those of another program that are called as a run's."""
+    for name in names:
+        (tmp_path / name).write_text('{"editor.fontSize": 3}')
     train(tmp_path, "--max_steps 1 --generate_samples 1", code=EXIT_BAD_SETTING)
-    assert f"holds files of something else ({name}); choose a new folder" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert f"holds files of something else ({', '.join(names)})" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_a_resume_that_is_refused_leaves_no_folder(copied, tmp_path, capsys):
@@ -392,13 +381,10 @@ def test_a_resume_that_is_refused_leaves_no_folder(copied, tmp_path, capsys):
     assert not folder.exists()
 
 
-def test_an_output_folder_that_cannot_be_read_is_one_line(tmp_path, capsys):
-    train(tmp_path / ("x" * 300), code=EXIT_BAD_SETTING)
-    assert "File name too long; choose a folder you can write to" in capsys.readouterr().err
-
-
-def test_an_output_folder_may_hold_a_launcher_s_log(tmp_path):
+def test_an_output_folder_may_hold_a_launcher_s_log_and_survives_a_refusal(tmp_path):
     (tmp_path / "slurm-17.out").touch()
+    train(tmp_path, "--split_name validation", code=EXIT_BAD_SETTING)
+    assert (tmp_path / "slurm-17.out").exists()
     train(tmp_path, "--max_steps 1 --no_export --no_save_checkpoints")
     assert (tmp_path / "settings.json").exists()
 
@@ -541,27 +527,18 @@ def two_rows(folder: Path) -> Path:
     ("flags", "code", "message"),
     [
         ("--use_te --te_backend native --mixed_precision bf16", EXIT_FAILED, "--te_backend native"),
-        ("--mixed_precision fp8 --fp8_scenario block", EXIT_BAD_SETTING, "--fp8_scenario block"),
         ("--model_name /nowhere", EXIT_BAD_SETTING, "--model_name /nowhere"),
-        ("--init pretrained", EXIT_BAD_SETTING, "--init pretrained"),
         ("--dataset_name /nowhere", EXIT_BAD_SETTING, "--dataset_name /nowhere"),
         ("--split_name validation", EXIT_BAD_SETTING, "--split_name validation"),
         ("--dataset_text_field nope", EXIT_BAD_SETTING, "--dataset_text_field nope"),
-        ("--max_seq_length 4096", EXIT_BAD_SETTING, "--max_seq_length 4096"),
         ("--resume /nowhere", EXIT_BAD_SETTING, "--resume /nowhere"),
-        (
-            "--grad_reduce_dtype fp8",
-            EXIT_BAD_SETTING,
-            "--grad_reduce_dtype fp8: one device exchanges no gradients",
-        ),
         (
             "--use_te --mixed_precision bf16 --recompute layer --offload_activations",
             EXIT_BAD_SETTING,
-            "--offload_activations: without a GPU, activations are in host memory; drop it",
+            "--offload_activations: without a GPU",
         ),
         ("--recompute layer:9", EXIT_BAD_SETTING, "--recompute layer:9: for 9 layers, but the model has 3"),
-        ("--memory_limit_gb 80", EXIT_BAD_SETTING, "--memory_limit_gb 80.0: this run has no GPU; drop it"),
-        ("--moment_dtype fp9", EXIT_BAD_SETTING, "--moment_dtype fp9: not one of fp32, bf16, fp16, fp8"),
+        ("--memory_limit_gb 80", EXIT_BAD_SETTING, "--memory_limit_gb 80.0"),
         ("--output_dir /proc/run", EXIT_BAD_SETTING, "--output_dir /proc/run"),
         ("--log_dir /proc/run", EXIT_BAD_SETTING, "--log_dir /proc/run"),
         (
@@ -579,27 +556,10 @@ def test_bad_input_is_one_line_and_leaves_no_folder(tmp_path, capsys, monkeypatc
     assert not (tmp_path / "run").exists()
 
 
-def test_a_refused_run_keeps_a_folder_that_existed(tmp_path):
-    (tmp_path / "notes.txt").touch()
-    train(tmp_path, "--split_name validation", code=EXIT_BAD_SETTING)
-    assert (tmp_path / "notes.txt").exists()
-    train(tmp_path, "--max_steps 1 --no_export")
-
-
-def test_two_rows_can_be_evaluated(tmp_path):
+def test_two_rows_can_be_evaluated_without_moments(tmp_path, monkeypatch):
+    monkeypatch.setattr(optim, "state_of", None)
     folder = train(tmp_path / "run", f"--dataset_name {two_rows(tmp_path)} --max_steps 0")
     assert record(folder, "env.json")["data"]["eval"]["rows"] == 2
-
-
-def test_an_evaluation_allocates_no_moments(tmp_path, monkeypatch):
-    monkeypatch.setattr(optim, "state_of", None)
-    train(tmp_path / "run", f"--dataset_name {two_rows(tmp_path)} --max_steps 0")
-
-
-def test_a_finished_run_without_rows_to_evaluate_on_accepts_any_flags(tmp_path, capsys):
-    flags = f"--max_steps 1 --dataset_name {two_rows(tmp_path)}"
-    train(train(tmp_path / "run", flags), f"{flags} --generate_samples 1")
-    assert "this run is finished" in capsys.readouterr().out
 
 
 def test_out_of_memory_is_one_line_and_an_error_of_a_library_keeps_its_traceback(capsys):

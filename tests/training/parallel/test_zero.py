@@ -456,12 +456,8 @@ def test_values_that_agree_with_the_flags_are_accepted(tmp_path):
 CONFLICTS = {
     "train_micro_batch_size_per_gpu": (8, "is 8, but the flags set it to 4; remove it"),
     "train_batch_size": (32, "the flags set it to 24;"),
-    "communication_data_type": ("bf16", 'the flags set it to "fp32"'),
     "bf16": ({"enabled": False}, "but the flags set it"),
-    "data_types": ({"grad_accum_dtype": "bf16"}, "but the flags set it"),
-    "timers": ({"throughput": {"enabled": True}}, "but the flags set it"),
     "optimizer": ({"type": "AdamW"}, "which only flags can set; remove it"),
-    "fp16": ({"enabled": True}, "which only flags can set;"),
     "gradient_cliping": (1.0, "which only flags can set; remove it .*; did you mean 'gradient_clipping'"),
 }
 
@@ -478,25 +474,13 @@ def test_a_file_that_contradicts_a_flag_is_refused(key, tmp_path):
 @pytest.mark.parametrize(
     ("zero", "reason"),
     [
-        *(
-            (given, "stage is .*--sharding_mode ddp")
-            for given in (None, True, {}, {"stage": "auto"}, {"stage": 0})
-        ),
+        (None, "stage is .*--sharding_mode ddp"),
+        ({"stage": "auto"}, "stage is .*--sharding_mode ddp"),
         ({"stage": 2, "overlap_com": True}, "overlap_com is not valid in DeepSpeed"),
-        ({"stage": 2, "reduce_bucket_size": -1}, "reduce_bucket_size is not valid in DeepSpeed"),
         ({"stage": 2, "compute_grad_norm": False}, "compute_grad_norm must be true, "),
         ({"stage": 2, "offload_param": {"device": "cpu"}}, "offload_param needs stage 3"),
-        ({"stage": 2, "offload_optimizer": "cpu"}, "offload_optimizer is not valid in DeepSpeed"),
         ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "offload_optimizer supports only"),
-        (
-            {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
-            "offload_optimizer supports only",
-        ),
         ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights must be false"),
-        (
-            {"stage": 3, "zero_hpz_partition_size": 2},
-            "zero_hpz_partition_size must be 1",
-        ),
     ],
 )
 def test_zero_optimization_is_checked_before_weights_are_read(zero, reason, tmp_path):
