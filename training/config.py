@@ -50,8 +50,8 @@ class Config:
         values = self.to_dict()
         for rule in RULES:
             for names, reason in rule(SimpleNamespace(**values, recipe=self.recipe)):  # the first conflict
-                given = {name: values[name] for name in names.split() if values[name] is not None}
-                raise bad_setting(reason, **given)
+                conflicting = {name: values[name] for name in names.split() if values[name] is not None}
+                raise bad_setting(reason, **conflicting)
 
     @property
     def exports(self) -> bool:
@@ -75,8 +75,6 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)}
-
-
 BY_MODULE = "precision_map", "bf16_first_layers", "bf16_last_layers"  # settings of a recipe by module
 
 
@@ -109,11 +107,11 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.fp8_lm_head and s.mixed_precision != "fp8":
         yield "fp8_lm_head", f"this run is in {s.mixed_precision}; drop it, or add --mixed_precision fp8"
     if s.fp8_margin > MAX_MARGIN:
-        reason = f"scales a tensor's largest value to 448 / 2**{s.fp8_margin}, which E4M3 rounds to zero"
-        yield "fp8_margin", f"{reason}; give at most {MAX_MARGIN}"
-    if s.mixed_precision != "fp8" and (given := [name for name in BY_MODULE if getattr(s, name)]):
+        yield "fp8_margin", f"every value would underflow in E4M3; give at most {MAX_MARGIN}"
+    by_module = [name for name in BY_MODULE if getattr(s, name)]
+    if s.mixed_precision != "fp8" and by_module:
         reason = f"needs --mixed_precision fp8 (here {s.mixed_precision}); choose fp8, or drop it"
-        yield " ".join(given), reason
+        yield " ".join(by_module), reason
     if s.fp8_weights:
         yield from _refused_fp8_weights(s)
     # Both raise UserError for values that they cannot parse.
@@ -133,7 +131,10 @@ def model_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "gradient_checkpointing recompute", reason
     recomputes = s.gradient_checkpointing or s.recompute != "none"
     if s.offload_activations and s.recompute == AUTO:
-        yield "recompute offload_activations", "auto assumes activations on the GPU; give a level, or drop it"
+        yield (
+            "recompute offload_activations",
+            "auto cannot plan offloaded activations; give a level, or drop it",
+        )
     if s.offload_activations and not (s.use_te and recomputes):
         yield "offload_activations", "needs --use_te and recomputed layers, such as --recompute layer"
 
@@ -146,11 +147,11 @@ def _refused_fp8_weights(s: Any) -> Iterator[tuple[str, str]]:
     if s.sharding_mode != "auto":
         yield "fp8_weights sharding_mode", "only on one GPU, without sharding; drop --fp8_weights"
     if not s.offload_optimizer:
-        yield "fp8_weights", "the GPU would hold BF16 weights too; add --offload_optimizer"
+        yield "fp8_weights", "requires --offload_optimizer; add that, or drop this"
     if s.master_weights != "fp32":
         yield "fp8_weights master_weights", "FP8 weights need FP32 master weights; drop one of the two"
-    if given := [name for name in BY_MODULE if getattr(s, name)]:
-        yield f"fp8_weights {given[0]}", "all linear weights are in FP8; drop one of the two"
+    if by_module := [name for name in BY_MODULE if getattr(s, name)]:
+        yield f"fp8_weights {by_module[0]}", "all linear weights are in FP8; drop one of the two"
 
 
 def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
@@ -282,13 +283,13 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 def parse_config(argv: list[str], *, prog: str, description: str) -> Config:
     """Parse a command line. UserError for an invalid setting; SystemExit(0) after --help."""
-    given = vars(build_parser(prog, description).parse_args(argv))
-    path = given.pop("config")
+    flags = vars(build_parser(prog, description).parse_args(argv))
+    path = flags.pop("config")
     in_file = load_config_file(path) if path else {}
     try:
-        return config_from_dict(in_file | given)
+        return config_from_dict(in_file | flags)
     except UserError as error:
-        if error.flags & (in_file.keys() - given.keys()):
+        if error.flags & (in_file.keys() - flags.keys()):
             raise bad_setting(str(error), config=path) from None
         raise
 

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.hub import require_folder
 from fp8_suite.core.redact import redact
-from fp8_suite.core.settings import AUTO
 from fp8_suite.data.reading.formats import named_file
-from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS, require_model
-from fp8_suite.te_models.settings import recompute_levels
+from fp8_suite.te_models.presets import require_model
 from fp8_suite.training.config import Config, parse_config
 from fp8_suite.training.estimate.sizes import check_launch
 from fp8_suite.training.parallel.settings import read_deepspeed_config
@@ -65,15 +63,10 @@ def parse_early(description: str) -> Config | None:
 
 
 def require_inputs(cfg: Config) -> None:
-    """Raise UserError for inputs that do not exist or do not fit a preset. Imports no torch."""
-    name = cfg.model.model_name
-    require_model(name, cfg.model.init)
+    """Raise UserError for inputs that do not exist. Imports no torch."""
+    require_model(cfg.model.model_name, cfg.model.init)
     if cfg.model.tokenizer_name:
         require_folder("tokenizer_name", cfg.model.tokenizer_name)
-    if name in PRESETS and cfg.model.recompute != AUTO:
-        recompute_levels(cfg.model.recompute, PRESETS[name]["num_hidden_layers"])
-    if name in LOCAL_PRESETS or (name in PRESETS and cfg.model.init == "random"):
-        cfg.data.check_length(PRESETS[name]["max_position_embeddings"])
     if cfg.data.dataset_name != "demo":
         named_file(cfg.data)
     if cfg.sharding.deepspeed_config:  # also on one device, where it is not used

@@ -66,8 +66,8 @@ class Observers(Hooks):
 
     def after_step(self, step: int) -> None:
         strategy = self.prepared.strategy
-        if found := self.fp8_stats.after_step(step, strategy):
-            self.logs.tracker.log(step, found)
+        if statistics := self.fp8_stats.after_step(step, strategy):
+            self.logs.tracker.log(step, statistics)
         if step in self.profiler.steps[-1:]:
             self.logs.display.message("\n".join(ranks.run_on_rank0(self.profiler.finish)))
             self.logs.meter.restart_clock()
@@ -92,18 +92,18 @@ class Observers(Hooks):
     def _record_first_step(self) -> None:
         """Record FP8 coverage, attention backend and time to the first step in env.json."""
         cfg, precision = self.prepared.cfg, self.prepared.resolved.precision
-        found = coverage(self.assembly.model, precision)
+        covered = coverage(self.assembly.model, precision)
         backend = te_runtime.attention_backend() if cfg.model.use_te else self.assembly.model.attention
         self.environment |= {
-            "coverage": found.as_dict(),
+            "coverage": covered.as_dict(),
             "attention_backend": backend,
             "flash_attention": self._flash_attention_version(),
             "seconds_to_first_step": round(time.perf_counter() - self.prepared.started, 2),
             "seconds_by_phase": self._start_up(),
         }
         write_environment(self.prepared, self.environment)
-        self.logs.display.message("\n".join(found.lines()))
-        if precision.fp8 and not _layers_in_fp8(found):
+        self.logs.display.message("\n".join(covered.lines()))
+        if precision.fp8 and not _layers_in_fp8(covered):
             raise UserError(
                 "--mixed_precision fp8: no module ran in FP8 in the first step; this is a bug: open an issue "
                 "and attach the run's env.json",
@@ -134,9 +134,9 @@ class Observers(Hooks):
         return flash_attention.installed() if used else None
 
 
-def _layers_in_fp8(found: Coverage) -> bool:
+def _layers_in_fp8(covered: Coverage) -> bool:
     """True if any module other than the LM head ran in FP8."""
-    return any("lm_head" not in row.modules for row in found.rows if row.precision.startswith("fp8"))
+    return any("lm_head" not in row.modules for row in covered.rows if row.precision.startswith("fp8"))
 
 
 def write_environment(prepared: PreparedRun, environment: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from fp8_suite.training.parallel.watchdog import Watchdog
 # torchrun kills a node's other ranks as soon as one exits: local rank 0 needs time to print the error first.
 ERROR_REPORT_DELAY_SECONDS = 3.0
 
-INTERRUPTED = "interrupted outside the training loop; earlier checkpoints are intact"
+INTERRUPTED = "interrupted before or after training; earlier checkpoints are intact"
 OUT_OF_MEMORY = (
     "Try a smaller --batch_size with more --gradient_accumulation_steps, --recompute layer (or auto for "
     "both; if they were auto, a lower --memory_limit_gb), a shorter --max_seq_length, --moment_dtype fp8, "

@@ -93,7 +93,7 @@ def main(
 
 
 def run(prepared: PreparedRun, loaders: Loaders, cleanup: ExitStack, signals: ExitStack) -> int:
-    """Train a prepared prepared and return the exit code. Collective."""
+    """Train a prepared run and return the exit code. Collective."""
     if prepared.finished:
         cleanup.close()
         remedy = f"it has {prepared.resume.step:,} steps; raise --max_steps or --num_epochs to continue"
@@ -166,7 +166,7 @@ def _report_model(prepared: PreparedRun, assembly: Assembly) -> None:
 
 
 def restore(prepared: PreparedRun, loaders: Loaders, assembly: Assembly) -> tuple[RunState, Scaling, bool]:
-    """Restore prepared.resume, if any. Return (state, FP8 scaling, True if its step has an eval loss)."""
+    """Restore the checkpoint, if any. Return (state, FP8 scaling, True if its step has an eval loss)."""
     state = RunState(
         cfg=prepared.cfg,
         precision=prepared.resolved.precision,

@@ -69,7 +69,7 @@ def test_an_unknown_word_is_answered_with_the_nearest(argv, nearest):
         *(("--batch_size 0", "must be at least 1"), ("--learning_rate -1e-5", "must be above 0")),
         *(("--learning_rate 1e400", "must be a finite number"), ("--adam_beta1 1", "must be below 1")),
         ("--fp8_margin 2 --mixed_precision fp8", "applies to delayed, not to tensorwise"),
-        ("--fp8_margin 19 --use_te --mixed_precision fp8", "scales a tensor's largest"),
+        ("--fp8_margin 19 --use_te --mixed_precision fp8", "every value would underflow"),
         ("--bf16_first_layers 1", "needs --mixed_precision fp8 (here bf16)"),
         ("--config /nowhere.yaml", "No such file or directory"),
     ],

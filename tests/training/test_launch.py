@@ -51,8 +51,6 @@ def test_garbage_is_collected_again_once_libraries_are_loaded(monkeypatch):
         ("--model_name ./none", "--model_name ./none: there is no such folder"),
         ("--model_name tiny-lama", "--model_name tiny-lama: there is no such preset or folder; did you mean"),
         ("--init pretrained", "--init pretrained: the preset tiny-llama has no weights"),
-        ("--max_seq_length 4096", "--max_seq_length 4096: the model has only 2048 positions"),
-        ("--recompute layer:4", "--recompute layer:4: for 4 layers, but the model has 3; give fewer"),
         ("--global_batch_size 7 --batch_size 2", "each of 1 rank has 7 sequences per step; use --batch_"),
         ("--grad_reduce_dtype fp8", "--grad_reduce_dtype fp8: one device exchanges no gradients"),
         ("--tokenizer_name /none", "--tokenizer_name /none: there is no such folder"),

@@ -531,6 +531,7 @@ def two_rows(folder: Path) -> Path:
         ("--dataset_name /nowhere", EXIT_BAD_SETTING, "--dataset_name /nowhere"),
         ("--split_name validation", EXIT_BAD_SETTING, "--split_name validation"),
         ("--dataset_text_field nope", EXIT_BAD_SETTING, "--dataset_text_field nope"),
+        ("--max_seq_length 4096", EXIT_BAD_SETTING, "--max_seq_length 4096"),
         ("--resume /nowhere", EXIT_BAD_SETTING, "--resume /nowhere"),
         (
             "--use_te --mixed_precision bf16 --recompute layer --offload_activations",

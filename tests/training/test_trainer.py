@@ -383,9 +383,7 @@ def test_a_run_whose_final_weights_have_no_finite_eval_loss_is_saved_and_fails()
     assert saver.saved_step == 2
 
 
-@pytest.mark.parametrize(
-    ("skipped", "words"), [({2, 3}, "the last 2 steps were"), ({3}, "the last step was")]
-)
+@pytest.mark.parametrize(("skipped", "words"), [({2, 3}, "last 2 steps were"), ({3}, "last step was")])
 def test_a_run_that_ends_with_skipped_steps_names_the_step_of_its_weights(skipped, words):
     made, record = trainer([to_batch(rows(4))], total_steps=3, model=Poisoned(skipped))
     assert made.train() and made.progress.skipped_in_a_row == len(skipped)

@@ -77,10 +77,9 @@ class FSDP(Strategy):
 
     def _check_dtypes(self, model: nn.Module, parameter_dtype: torch.dtype) -> None:
         """Raise UserError if parameters differ in dtype: FSDP2 gathers those of a group as one tensor."""
-        others = [name for name, p in model.named_parameters() if p.dtype != parameter_dtype]
-        if others:
+        if odd := [name for name, p in model.named_parameters() if p.dtype != parameter_dtype]:
             raise bad_setting(
-                f"transformers keeps {len(others)} parameters of this model, such as {others[0]}, in another "
+                f"transformers keeps {len(odd)} parameters of this model, such as {odd[0]}, in another "
                 "dtype than the rest, and FSDP2 cannot shard them together; use --sharding_mode ddp, or "
                 "--mixed_precision fp32",
                 sharding_mode=self.mode,

@@ -45,9 +45,9 @@ def _reduce_scatter_fp8(tensor: Tensor, group: Any, *, mean: bool) -> Tensor:
     received = torch.empty_like(packed)
     dist.all_to_all_single(received, packed, group=group)
     del packed
-    first, *others = received.split(-(-len(rows) // PARTS))
+    first, *rest = received.split(-(-len(rows) // PARTS))
     total = unpack_fp8(first).sum(0)
-    for part in others:  # FP32 values of all rows at once would need a lot of memory
+    for part in rest:  # FP32 values of all rows at once would need a lot of memory
         total += unpack_fp8(part).sum(0)
     return total[: rows.shape[1]] / (len(rows) if mean else 1)
 
@@ -112,10 +112,10 @@ def all_to_all_hook(
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # does nothing for None
             padding = -gradients.numel() % dist.get_world_size()
-            whole = F.pad(gradients, (0, padding)) if padding else gradients
-            average(whole)
+            padded = F.pad(gradients, (0, padding)) if padding else gradients
+            average(padded)
             if padding:
-                gradients.copy_(whole[: gradients.numel()])
+                gradients.copy_(padded[: gradients.numel()])
             future.set_result(gradients)  # records an event on the stream, for which DDP waits
         return future
 
@@ -132,8 +132,8 @@ def _average_fp8(gradients: Tensor) -> None:
     packed = pack_fp8(_padded(shard[None]))
     received = packed.new_empty(dist.get_world_size(), packed.shape[1])
     dist.all_gather_into_tensor(received, packed)
-    each = -(-len(received) // PARTS)
-    for part, rows in zip(received.split(each), gradients.view(len(received), -1).split(each), strict=True):
+    size, rows_of_ranks = -(-len(received) // PARTS), gradients.view(len(received), -1)
+    for part, rows in zip(received.split(size), rows_of_ranks.split(size), strict=True):
         rows.copy_(unpack_fp8(part)[:, : shard.numel()])
 
 

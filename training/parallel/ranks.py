@@ -124,7 +124,7 @@ def agree_on_start(
     GPU, because NCCL would hang.
     """
     me = f"{uuid.uuid4().hex} {device_type} {platform.node()}"
-    others = {other: f"{me}/{other}" for other in range(1, size)}  # keys of their replies to rank 0
+    replies = {n: f"{me}/{n}" for n in range(1, size)}  # keys of their replies to rank 0
     if number == 0:
         store.set("start", me)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -136,8 +136,8 @@ def agree_on_start(
             store.set(f"{store.get('start').decode()}/{number}", me)
             if store.check([me]):
                 return store.get(me).decode()
-        if number == 0 and (not others or store.check(list(others.values()))):
-            members = [me, *(store.get(key).decode() for key in others.values())]
+        if number == 0 and (not replies or store.check(list(replies.values()))):
+            members = [me, *(store.get(key).decode() for key in replies.values())]
             _refuse_mixed_devices(members)
             for member in members:
                 store.set(member, me)
@@ -145,7 +145,7 @@ def agree_on_start(
         time.sleep(0.05)
     if number > 0:
         raise UserError(f"rank {number} ({platform.node()}) gets no reply from rank 0; start the job again")
-    missing = ", ".join(str(other) for other, key in others.items() if not store.check([key]))
+    missing = ", ".join(str(n) for n, key in replies.items() if not store.check([key]))
     raise UserError(
         f"ranks {missing} of {size} did not join within {timeout} (--timeout_minutes and 30 s); check their "
         "output"
@@ -275,9 +275,9 @@ def agree(what: str, values: dict[str, Any]) -> None:
     """Raise UserError if `values` differ between ranks, which would train different models or hang."""
     gathered = gather((platform.node(), values))
     _, expected = gathered[0]
-    for number, (host, found) in enumerate(gathered):
-        if differing := [key for key in expected | found if found.get(key) != expected.get(key)]:
-            shown = ", ".join(f"{key} {found.get(key)} (rank 0: {expected.get(key)})" for key in differing)
+    for number, (host, theirs) in enumerate(gathered):
+        if differing := [key for key in expected | theirs if theirs.get(key) != expected.get(key)]:
+            shown = ", ".join(f"{key} {theirs.get(key)} (rank 0: {expected.get(key)})" for key in differing)
             error = UserError(
                 f"{what} differ on rank {number} ({host}): {shown}; start every rank with the same command, "
                 "environment and data",

@@ -95,18 +95,18 @@ class ShardingConfig(Section):
                 hsdp_shard_size=size,
             )
         if size == 1 and self.grad_reduce_dtype == "fp8":
-            reason = "groups of one rank exchange nothing in FP8; use ddp, or larger groups"
+            reason = "shard size 1 has nothing to exchange; use ddp, or a larger size"
             raise bad_setting(reason, grad_reduce_dtype="fp8", hsdp_shard_size=size)
         return size
 
 
 def read_deepspeed_config(path: str) -> dict[str, Any]:
     """Read a DeepSpeed JSON file. Relative paths start at the working directory or this repository."""
-    found = next((file for file in (Path(path).expanduser(), ROOT / path) if file.is_file()), None)
-    if found is None:
+    file = next((file for file in (Path(path).expanduser(), ROOT / path) if file.is_file()), None)
+    if file is None:
         ours = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("ds_configs/*.json"))
         raise bad_setting(f"no such file; ds_configs/ has {', '.join(ours)}", deepspeed_config=path)
     try:
-        return read_json(found)
+        return read_json(file)
     except UnreadableFile as error:
         raise bad_setting(error.reason, deepspeed_config=path) from None

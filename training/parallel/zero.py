@@ -184,18 +184,18 @@ class Zero(Strategy):
         """Return this rank's rows of the master weights or of a moment, on the CPU. Collective."""
         fragment, shape = self._fragment(parameter), _shape(parameter)
         piece = (fragment.start, self._values(fragment, key)) if fragment else None
-        whole = self._assemble(shape.numel(), piece).view(shape)
+        full = self._assemble(shape.numel(), piece).view(shape)
         start, stop = self._own_rows(shape)
-        return self._distributed((whole[start:stop] if shape else whole).cpu(), shape)
+        return self._distributed((full[start:stop] if shape else full).cpu(), shape)
 
     def _set_rows(self, parameter: nn.Parameter, key: str | None, rows: Tensor) -> None:
         """Write the rows of all ranks to the master weights or to a moment. Collective."""
         fragment, shape = self._fragment(parameter), _shape(parameter)
         start = self._own_rows(shape)[0] * shape[1:].numel()
         piece = (start, rows.flatten()) if shape or self.rank == 0 else None  # every rank has a whole scalar
-        whole = self._assemble(shape.numel(), piece)
+        full = self._assemble(shape.numel(), piece)
         if fragment:
-            self._values(fragment, key).copy_(whole.narrow(0, fragment.start, fragment.size))
+            self._values(fragment, key).copy_(full.narrow(0, fragment.start, fragment.size))
 
     def _own_rows(self, shape: torch.Size) -> tuple[int, int]:
         """Return this rank's range of dim 0, split as by torch.chunk. It may be empty."""
