@@ -7,46 +7,45 @@ no training code of this suite. `--device cpu` is a smoke test without torch.com
     python -m benchmarks.peers --model_name meta-llama/Llama-3.1-8B --max_seq_length 8192 --batch_size 1 \\
         --precision tensorwise --steps 16 --output_dir DIR
 
-writes DIR/peer-MODEL-PRECISION-LENGTHxBATCH.json and prints it.
+writes the run folder DIR/transformers-MODEL-PRECISION-LENGTHxBATCH, for benchmarks.report.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from fp8_suite.benchmarks.records.launch import command_parser, run_command
+from fp8_suite.benchmarks.report import main as report
 from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.files import to_json
 from fp8_suite.core.gpus import peak_tflops
-from fp8_suite.core.packages import ROOT, version
+from fp8_suite.core.packages import version
 from fp8_suite.core.recipes import TORCHAO_RECIPES
 from fp8_suite.core.settings import nearest
 from fp8_suite.te_models.presets import PRESETS
 from fp8_suite.te_models.shape import ModelShape, model_flops
-from fp8_suite.training.tracking.environment import git_state
+from fp8_suite.training.config import Config
+from fp8_suite.training.tracking.environment import describe_environment
 from torch import Tensor, nn
 
 PROG = "python -m benchmarks.peers"
 PRECISIONS = ("bf16", *TORCHAO_RECIPES)
-PACKAGES = ("torch", "transformers", "torchao", "liger_kernel", "triton")
+PACKAGES = ("liger_kernel", "triton")
 WARMUP_STEPS = 5  # compile kernels and reserve memory
 # Shapes: B sequences of S tokens, T = B * S, D hidden size, V vocabulary size.
 
 
 def measure(argv: list[str]) -> int:
-    """Train, then write and print the record."""
+    """Train, then write and report on the run folder."""
     arguments = parse(argv)
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -55,26 +54,44 @@ def measure(argv: list[str]) -> int:
     torch.manual_seed(0)
     model = build(arguments, device)
     losses, seconds = train(model, arguments, device)
-    record = {
-        "stack": "transformers + torchao" if arguments.precision != "bf16" else "transformers",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([*PROG.split(), *argv]),
-        "settings": vars(arguments) | {"num_layers": model.config.num_hidden_layers},
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "versions": {name: version(name) for name in PACKAGES}
-        | {"python": platform.python_version(), "cuda": torch.version.cuda},
-        "cudnn": torch.backends.cudnn.version(),
-        "git": git_state(ROOT),
-        **rates(arguments, model.config, statistics.median(seconds[WARMUP_STEPS:])),
-        "losses": losses,
-        "step_seconds": seconds,
+    stack = "transformers" if arguments.precision == "bf16" else "transformers+torchao"
+    name = f"{stack}-{arguments.model_name.rpartition('/')[2]}-{arguments.precision}"
+    folder = Path(arguments.output_dir) / f"{name}-{arguments.max_seq_length}x{arguments.batch_size}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_run(folder, arguments, model.config, losses, seconds)
+    return report.main([str(folder)])
+
+
+def write_run(
+    folder: Path, arguments: argparse.Namespace, config: Any, losses: list[float], seconds: list[float]
+) -> None:
+    """Write the measurement as a run folder with settings, environment, metrics and summary."""
+    gpu = arguments.device == "cuda"
+    mixed = "bf16" if arguments.precision == "bf16" else "fp8"
+    scenario = {"fp8_scenario": arguments.precision} if mixed == "fp8" else {}
+    settings = {
+        **{name: getattr(arguments, name) for name in ("model_name", "max_seq_length", "batch_size")},
+        **{"init": "random", "dataset_name": "random tokens", "gradient_accumulation_steps": 1},
+        **{"mixed_precision": mixed, "moment_dtype": "bf16", "master_weights": "none"},
     }
-    name = f"peer-{arguments.model_name.rpartition('/')[2]}-{arguments.precision}"
-    path = Path(arguments.output_dir) / f"{name}-{arguments.max_seq_length}x{arguments.batch_size}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(record, indent=2))
-    return 0
+    known = {"use_te": False, "mixed_precision": mixed, "recipe": arguments.precision, "gpus": int(gpu)}
+    environment = describe_environment() | {"optimizer": "torch's fused AdamW, BF16 states, no masters"}
+    environment["versions"] |= {name: version(name) for name in PACKAGES}
+    measured = rates(arguments, config, statistics.median(seconds[WARMUP_STEPS:]))
+    known |= {"model_name": arguments.model_name, "steps": len(losses), "train_loss": losses[-1]}
+    files = {
+        "settings": Config().to_dict() | settings | scenario,
+        "env": environment | known,
+        "summary": known | measured | {"gpu_name": environment["gpu_name"], "world_size": 1, "nodes": 1},
+    }
+    for name, values in files.items():
+        (folder / f"{name}.json").write_bytes(to_json(values, indent=1))
+    tokens = arguments.batch_size * arguments.max_seq_length
+    steps = [
+        to_json({"step": step, "train/loss": loss, "perf/tokens_per_second": tokens / second})
+        for step, (loss, second) in enumerate(zip(losses, seconds, strict=True), 1)
+    ]
+    (folder / "metrics.jsonl").write_bytes(b"\n".join(steps) + b"\n")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -88,7 +105,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     steps = f"steps, of which the first {WARMUP_STEPS} are not measured (default: 16)"
     parser.add_argument("--steps", type=int, default=16, metavar="N", help=steps)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
-    parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder for the record")
+    parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder for the run folder")
     arguments = parser.parse_args(argv)
     if (name := arguments.model_name) not in PRESETS:
         raise bad_setting(f"not in te_models/presets.py{nearest(name, PRESETS)}", model_name=name)
@@ -162,10 +179,9 @@ def rates(arguments: argparse.Namespace, config: Any, step: float) -> dict[str, 
     )
     peak = peak_tflops(torch.cuda.get_device_name(), "bf16") if gpu else None
     return {
-        "median_step_seconds": step,
         "tokens_per_second": tokens / step,
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if gpu else None,
-        "model_tflops": flops / step / 1e12,
+        "model_tflops_per_gpu": flops / step / 1e12,
         "mfu_bf16": flops / step / 1e12 / peak if peak else None,
     }
 

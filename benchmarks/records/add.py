@@ -1,4 +1,4 @@
-"""Add runs to the table of recorded runs, benchmarks/results/runs.jsonl.gz.
+"""Add runs to the table of recorded runs, benchmarks/results/records.jsonl.gz.
 
 python -m benchmarks.records.add RUN [RUN ...] --study NAME
 """
@@ -27,9 +27,11 @@ def add(argv: list[str]) -> int:
         metavar="FILE",
         help="table to write (default: benchmarks/results/runs.jsonl.gz)",
     )
+    named = "name of a model that was trained from a folder"
+    parser.add_argument("--model_name", metavar="NAME", help=named)
     args = parser.parse_args(argv)
     runs = [read_run(path) for folder in args.runs for path in find_runs(folder) or [folder]]
-    add_runs(runs, args.study, args.table)
+    add_runs(runs, args.study, args.table, model_name=args.model_name)
     print(f"added {counted(len(runs), 'run')} to study {args.study} in {args.table}")
     return 0
 

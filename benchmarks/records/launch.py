@@ -38,8 +38,6 @@ from fp8_suite.training.estimate.sizes import global_batch
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1
 CHOSEN = ("batch_size", "gradient_accumulation_steps", "recompute")  # a run may choose these
-# Files that a report or verdict replaces; a figure of these names belongs to the page beside it.
-REPLACED = ("report.html", "verdict.json", "verdict.md", "overview.png", "loss.png", "gap.png")
 
 
 @dataclass(frozen=True)
@@ -96,21 +94,10 @@ def folder_flag(text: str) -> Path:
     return folder
 
 
-def refuse_overwriting(folder: Path, *, of_a_run: bool = False) -> None:
-    """Raise UserError if a report in `folder` would replace files that are not a run's or a report's.
-
-    Only a report `of_a_run` may be in that run's own folder.
-    """
-    if not of_a_run and (folder / "metrics.jsonl").exists():
+def refuse_run_folder(folder: Path) -> None:
+    """Raise UserError if `folder` is a training run's own, whose report would be replaced."""
+    if (folder / "metrics.jsonl").exists():
         raise bad_setting("holds a training run; choose another folder", output_dir=folder)
-    own = any(path.exists() for path in (folder / "metrics.jsonl", *folder.glob("runs/*/metrics.jsonl")))
-    if (page := folder / "report.html").is_file():
-        own = "<title>Training report:" in page.read_text(encoding="utf-8", errors="replace")
-    if not own and (others := [name for name in REPLACED if (folder / name).exists()]):
-        raise bad_setting(
-            f"holds {', '.join(others)} of something else, which would be overwritten; choose another folder",
-            output_dir=folder,
-        )
 
 
 def command(cfg: Config, gpus: int) -> list[str]:

@@ -1,9 +1,10 @@
-"""Table of recorded runs: one JSON line per run, with thinned curves."""
+"""Table of records: one JSON line per run, with thinned curves, or per text that an experiment printed."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,7 +14,7 @@ from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.files import replace_file, to_json
 from fp8_suite.training.tracking.metrics import METRICS
 
-TABLE = Path(__file__).resolve().parents[1] / "results" / "runs.jsonl.gz"
+TABLE = Path(__file__).resolve().parents[1] / "results" / "records.jsonl.gz"
 MAX_POINTS = 200  # per curve
 CURVES = ("train/loss", "train/grad_norm", "train/epoch", "perf/tokens_per_second")
 DIGITS = 7  # significant digits of a value
@@ -23,52 +24,75 @@ ENVIRONMENT = (
     *("sharding_mode", "world_size", "nodes", "coverage", "data", "attention_backend", "flash_attention"),
     "seconds_to_first_step",
 )
+Row = dict[str, Any]
 
 
 def read_table(study: str | None = None, path: Path = TABLE) -> list[RunRecord]:
     """Return the recorded runs of a study, or of all; `thousand_steps` includes `thousand_steps/te`."""
+    return [from_row(row) for row in _read_study(study, path) if "text" not in row]
+
+
+def read_texts(study: str, path: Path = TABLE) -> dict[str, str]:
+    """Return the recorded texts of a study by name, such as profiles and printed measurements."""
+    return {row["name"]: row["text"] for row in _read_study(study, path) if "text" in row}
+
+
+def studies(path: Path = TABLE) -> list[str]:
+    return sorted({row["study"] for row in _read_rows(path)})
+
+
+def _read_study(study: str | None, path: Path) -> list[Row]:
     rows = _read_rows(path)
     if study is None:
-        return [from_row(row) for row in rows]
-    found = [from_row(row) for row in rows if f"{row['study']}/".startswith(f"{study}/")]
-    if not found:
-        studies = ", ".join(sorted({row["study"] for row in rows}))
-        raise bad_setting(f"no such study in {path}; choose from {studies}", study=study)
-    return found
+        return rows
+    selected = [row for row in rows if f"{row['study']}/".startswith(f"{study}/")]
+    if not selected:
+        raise bad_setting(f"no such study in {path}; choose from {', '.join(studies(path))}", study=study)
+    return selected
 
 
-def add_runs(runs: list[RunRecord], study: str, path: Path = TABLE) -> None:
+def add_runs(runs: list[RunRecord], study: str, path: Path = TABLE, *, model_name: str | None = None) -> None:
     """Add runs to the table; a run replaces the row with the same study and name.
 
-    UserError if two of the runs have one name, because one of them would be lost.
+    `model_name` names a model that was trained from a folder. UserError if it is missing, or if two of the
+    runs have one name, because one of them would be lost.
     """
     folders: dict[str, Path] = {}
-    for run in runs:
-        if (other := folders.setdefault(run.name, run.folder)) != run.folder:
-            raise bad_setting(f"{other} and {run.folder} have one name; use a study for each", study=study)
     rows = {(row["study"], row["name"]): row for row in _read_rows(path)}
-    rows |= {(study, run.name): to_row(run, study) for run in runs}
+    for run in runs:
+        if (first := folders.setdefault(run.name, run.folder)) != run.folder:
+            raise bad_setting(f"{first} and {run.folder} have one name; use a study for each", study=study)
+        name = model_name or run.value("model_name")
+        if is_path(name):
+            raise bad_setting(f"{run.folder} trained a model from a folder; name it", model_name=name)
+        rows[study, run.name] = to_row(run, study, name)
     replace_file(path, gzip.compress(b"".join(to_json(row) + b"\n" for row in rows.values()), mtime=0))
 
 
-def to_row(run: RunRecord, study: str) -> dict[str, Any]:
+def is_path(model_name: str) -> bool:
+    """True unless it has the form of a preset or hub id, such as tiny-llama or meta-llama/Llama-3.2-1B."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model_name) is None
+
+
+def to_row(run: RunRecord, study: str, model_name: str) -> Row:
     """Convert a run to a row: settings that affect results, environment, summary and thinned metrics."""
     evaluations = sorted({name for record in run.records for name in record if name.startswith("eval/")})
     names = CURVES if run.summary else dict.fromkeys((*CURVES, *METRICS))  # a summary has the rest
     curves = {name: thin(run.logged(name), average=name == "train/loss") for name in names}
     curves |= {name: run.logged(name) for name in evaluations}
+    named = {"model_name": model_name}
     return {
         "study": study,
         "name": run.name,
-        "settings": {name: value for name, value in run.config.items() if name not in NO_EFFECT},
+        "settings": {n: value for n, value in (run.config | named).items() if n not in NO_EFFECT},
         "environment": {name: run.environment[name] for name in ENVIRONMENT if name in run.environment},
-        "summary": run.summary,
+        "summary": run.summary and run.summary | named,
         "metrics": {name: _columns(curve) for name, curve in curves.items() if curve},
         "remarks": run.remarks,
     }
 
 
-def from_row(row: dict[str, Any]) -> RunRecord:
+def from_row(row: Row) -> RunRecord:
     """Convert a row to a run. Its folder, `study/name`, need not exist."""
     records: dict[int, dict[str, Any]] = {}
     for name, (steps, values) in row["metrics"].items():
@@ -96,13 +120,12 @@ def _columns(series: Series) -> list[list[float]]:
     return [[step for step, _ in series], [float(f"{value:.{DIGITS}g}") for _, value in series]]
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def _read_rows(path: Path) -> list[Row]:
     if not path.exists():
         return []
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             return [json.loads(line) for line in file]
     except (OSError, EOFError, ValueError) as error:
-        raise bad_setting(
-            f"cannot be read ({error}); restore it, or choose another file", table=path
-        ) from None
+        reason = f"cannot be read ({error}); restore it, or choose another file"
+        raise bad_setting(reason, table=path) from None

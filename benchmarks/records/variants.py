@@ -73,32 +73,36 @@ def parse_variants(words: list[str], *, flag: str = "--variants") -> list[Varian
     return variants
 
 
+def split_settings(text: str) -> tuple[str, dict[str, str]]:
+    """Split `delayed+moment_dtype=bf16` or `hsdp+hsdp_shard_size=2` into a value and further settings."""
+    value, *extras = re.split(r"\+(?=[a-z]\w*(?:=|\+|$))", text)
+    pairs = [extra.partition("=") for extra in extras]
+    return value, {name: given or "true" for name, _, given in pairs}
+
+
 def _parse(name: str, te_layers: bool, flag: str) -> Variant:
-    recipe, *extras = re.split(r"\+(?=[a-z]\w*(?:=|\+|$))", name)
+    recipe, settings = split_settings(name)
     if recipe not in VARIANTS:
         hint = nearest(recipe.rpartition(",")[2], VARIANTS)
         raise bad_input(f"{flag} {recipe}: unknown variant{hint}; choose from {', '.join(VARIANTS)}")
     table = all_settings()
     allowed = [n for n in table if n not in OWNED and (table[n].section in VARIED_SECTIONS or n in VARIED)]
-    own = {}
-    for extra in extras:
-        setting, _, value = extra.partition("=")
+    for setting in settings:
         if setting not in allowed:
             hint = nearest(setting, allowed) or f"; it may change {', '.join(allowed)}"
             raise bad_input(f"{flag} {name}: a variant must not change {setting}{hint}")
-        own[setting] = value or "true"
     layers = VARIANTS["bf16_hf"] if recipe == "bf16" and not te_layers else VARIANTS[recipe]
-    return Variant(name, layers | own)
+    return Variant(name, layers | settings)
 
 
 def split_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return a benchmark's parsed flags, and the training flags. UserError for an unknown flag."""
     args, training = parser.parse_known_args(argv)
     both = (parser, build_parser(parser.prog, ""))
-    own, theirs = ({o for action in p._actions for o in action.option_strings} for p in both)
+    benchmark, trainer = ({o for action in p._actions for o in action.option_strings} for p in both)
     for flag in (text.split("=")[0] for text in training if text.startswith("--")):
-        if flag not in theirs:
-            hint = nearest(flag, sorted(own | theirs)) or "; see --help and train_fp8.py --help"
+        if flag not in trainer:
+            hint = nearest(flag, sorted(benchmark | trainer)) or "; see --help and train_fp8.py --help"
             raise UserError(f"unknown flag {flag}{hint}", exit_code=EXIT_BAD_SETTING)
     return args, training
 
@@ -118,7 +122,7 @@ def given_settings(argv: list[str], prog: str, owned: Iterable[str] = OWNED) -> 
     return {k: v for k, v in in_file.items() if k not in owned} | given
 
 
-def resolve(settings: dict[str, Any], folder: Path) -> Config:
+def run_config(settings: dict[str, Any], folder: Path) -> Config:
     """Return the configuration of a run of a comparison or sweep; `folder` is DIR/runs/NAME.
 
     On W&B the run is NAME, unless the settings name another.

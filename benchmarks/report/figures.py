@@ -9,15 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fp8_suite.benchmarks.records.runs import DEFAULT, WORK, RunRecord, Series
-from fp8_suite.benchmarks.report.gaps import (
-    Comparison,
-    Result,
-    loss_gap,
-    noise_band,
-    results,
-    smooth,
-    tail_noise,
-)
+from fp8_suite.benchmarks.report.gaps import Comparison, loss_gap, smooth
+from fp8_suite.benchmarks.report.judge import Judgement, Result, judge_all
 from fp8_suite.benchmarks.report.tables import Columns, labels, metric_columns, read_value
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
@@ -55,27 +48,29 @@ class Drawn(NamedTuple):
 
 def draw_all(runs: list[RunRecord], losses: Comparison) -> dict[str, Drawn]:
     """Draw everything that the runs logged; return the figures by file name without suffix."""
-    found = {}
-    if losses.pairs:
-        compared = results(losses)
-        figure = draw_overview(runs, losses, compared)
-        found["overview"] = Drawn("overview", _describe(losses, compared), figure)
+    drawn = {}
+    if results := judge_all(losses):
+        caption = (
+            "Gap of the mean training loss over the last 10 % of steps to the baseline's, mean over the "
+            "seeds. Lines: its one-sided 95 % bounds."
+        )
+        drawn["overview"] = Drawn("overview", caption, draw_overview(runs, results))
     if any(run.series("train/loss") or run.series("eval/loss") for run in runs):
         caption = "Training loss: logged (pale), moving average over 5 % of the run (bold). Dots: evaluation."
-        found["loss"] = Drawn("losses", caption, draw_losses(runs))
+        drawn["loss"] = Drawn("losses", caption, draw_losses(runs))
     if losses.pairs:
         caption = "Gap of the smoothed training loss to the baseline's. The axis may clip start and spikes."
-        found["gap"] = Drawn("gap", caption, draw_gap(runs, losses))
+        drawn["gap"] = Drawn("gap", caption, draw_gap(runs, losses))
     for axis in AXES:
         if lines := scaling(runs, axis):
             name = f"speed_by_{axis.replace(' ', '_').lower()}"
-            found[name] = Drawn("speed", f"Speed and memory by {axis}.", draw_scaling(lines, axis))
+            drawn[name] = Drawn("speed", f"Speed and memory by {axis}.", draw_scaling(lines, axis))
     for number, (run, label) in enumerate(zip(runs, labels(runs), strict=True), 1):
         if casts := last_casts(run.records):
             name = "fp8_stats" if len(runs) == 1 else f"fp8_stats_{number}_{run.name}"
             caption = f"{label}: FP8 statistics at step {casts[0]:,}."
-            found[name] = Drawn("fp8", caption, draw_casts(run.name, *casts))
-    return found
+            drawn[name] = Drawn("fp8", caption, draw_casts(run.name, *casts))
+    return drawn
 
 
 def style(number: int) -> dict[str, Any]:
@@ -131,46 +126,44 @@ def _add_legend(figure: Figure, axes: Axes) -> Figure:
     return figure
 
 
-def _describe(losses: Comparison, compared: list[Result]) -> str:
-    """Return the caption of the overview."""
-    text = "Gap of the mean training loss over the last 10 % of common steps to the baseline's."
-    if any(result.speedup for result in compared):
-        text = f"Left: speed, and factor to the baseline's. Right: {text[0].lower()}{text[1:]}"
-    if (noise := tail_noise(losses.seeds)) is None:
-        return f"{text} No noise band: add runs that differ from the reference only in the seed."
-    return f"{text} Grey: noise band of {len(losses.seeds)} seeds, {noise[0]:+.2%} to {noise[1]:+.2%}."
-
-
-def draw_overview(runs: list[RunRecord], losses: Comparison, compared: list[Result]) -> Figure:
-    """Draw speed, if a run has any, and final loss gap of the compared runs, with the noise band."""
-    numbers = {id(run): i for i, run in enumerate(runs)}
-    short = labels(runs)
-    names = []
-    for run, baseline, *_ in compared:
-        against = "" if baseline is losses.reference else f" against {short[numbers[id(baseline)]]}"
-        names.append(textwrap.fill(short[numbers[id(run)]] + against, LABEL_WIDTH // 2))
-    baselines = {id(baseline) for _, baseline, *_ in compared}
-    colors = ["0.6" if id(run) in baselines else PALETTE[0] for run, *_ in compared]
-    rates = [result.run.tokens_per_gpu for result in compared]
+def draw_overview(runs: list[RunRecord], results: list[Result]) -> Figure:
+    """Draw speed, if a run has any, and the mean loss gap of every result, with its 95 % bounds."""
+    short = dict(zip(map(id, runs), labels(runs), strict=True))
+    baselines = {id(result.baseline): result.baseline for result in results}
+    shown: list[tuple[RunRecord, Result | None]] = [(run, None) for run in baselines.values()]
+    shown = [entry for entry in shown if not any(entry[0] is result.run for result in results)]
+    shown += [(result.run, result) for result in results]
+    against = {id(r.run): f" against {short[id(r.baseline)]}" for r in results if len(baselines) > 1}
+    names = [textwrap.fill(short[id(run)] + against.get(id(run), ""), LABEL_WIDTH // 2) for run, _ in shown]
+    colors = ["0.6" if id(run) in baselines else PALETTE[0] for run, _ in shown]
+    rates = [run.tokens_per_gpu for run, _ in shown]
     figure = Figure(figsize=(9, 1 + 0.3 * max(3, _lines(names))), layout="constrained")
     *left, right = figure.subplots(1, 1 + any(rates), sharey=True, squeeze=False)[0]
     for axes in left:
-        factors = [f" ({r.speedup:.2f}x)" if r.speedup else "" for r in compared]
+        factors = [f" ({r.speedup:.2f}x)" if r and r.speedup else "" for _, r in shown]
         texts = [f"{rate:,.0f}{x}" if rate else "-" for rate, x in zip(rates, factors, strict=True)]
         draw_bars(axes, names, [rate or 0 for rate in rates], texts, colors)
-        axes.set_xlabel("tokens/s per GPU" if any(run.gpus > 1 for run, *_ in compared) else "tokens/s")
+        axes.set_xlabel("tokens/s per GPU" if any(run.gpus > 1 for run, _ in shown) else "tokens/s")
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.margins(x=0.45)
-    texts = ["none" if r.gap is None else f"{r.gap:+.2%}" for r in compared]
-    texts[0] = "baseline"
-    right.use_sticky_edges = False  # texts need space on both sides of 0
-    if noise := tail_noise(losses.seeds):
-        right.axvspan(*noise, color="0.5", alpha=0.25, linewidth=0)
-    draw_bars(right, names, [result.gap or 0 for result in compared], texts, colors)
-    right.axvline(0.0, color="black", linewidth=1)
-    right.set_xlabel("training loss relative to the baseline")
-    right.xaxis.set_major_formatter(PercentFormatter(1.0))
+    draw_gaps(right, names, [result and result.training for _, result in shown], colors)
     return figure
+
+
+def draw_gaps(
+    axes: Axes, names: Sequence[str], judgements: list[Judgement | None], colors: Sequence[str]
+) -> None:
+    """Draw the mean gaps in percent, with their 95 % bounds; None is a baseline."""
+    means = [judgement and judgement.mean for judgement in judgements]
+    texts = ["none" if mean is None else f"{mean:+.2f} %" for mean in means]
+    texts = ["baseline" if j is None else text for j, text in zip(judgements, texts, strict=True)]
+    axes.use_sticky_edges = False  # texts need space on both sides of 0
+    draw_bars(axes, names, [mean or 0 for mean in means], texts, colors)
+    for row, judgement in enumerate(judgements):
+        if judgement and judgement.bounds:
+            axes.plot(judgement.bounds, [row, row], color="black", linewidth=1, marker="|")
+    axes.axvline(0.0, color="black", linewidth=1)
+    axes.set_xlabel("training loss relative to the baseline, %")
 
 
 def draw_bars(
@@ -202,21 +195,12 @@ def draw_losses(runs: list[RunRecord]) -> Figure:
 
 
 def draw_gap(runs: list[RunRecord], losses: Comparison) -> Figure:
-    """Draw the gaps of the smoothed training losses to the baselines', over the noise band of the seeds.
-
-    A run has the same colour as in the other figures.
-    """
+    """Draw the gaps of the smoothed training losses to the baselines'; colours as in the other figures."""
     baselines = {id(run): baseline for run, baseline in losses.pairs}
-    own = any(baseline is not losses.reference for baseline in baselines.values())
+    several = any(baseline is not losses.reference for baseline in baselines.values())
     names = _names(labels(runs))
-    figure, axes = _step_axes(names, f"loss relative to {'the baseline' if own else 'the reference'}")
+    figure, axes = _step_axes(names, f"loss relative to {'the baseline' if several else 'the reference'}")
     curves = []
-    if band := noise_band(losses.seeds):
-        steps, widths = zip(*band, strict=True)
-        label = f"noise band of {len(losses.seeds)} seeds"
-        shade = {"color": "0.5", "alpha": 0.25, "linewidth": 0, "label": label}
-        axes.fill_between(steps, [-width for width in widths], widths, **shade)
-        curves += [band, [(step, -width) for step, width in band]]
     axes.axhline(0.0, color="black", linewidth=1)
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         if id(run) in baselines and (gap := loss_gap(run, baselines[id(run)])):
@@ -296,13 +280,13 @@ def draw_scaling(lines: dict[str, list[tuple[int, RunRecord]]], axis: str) -> Fi
 def last_casts(records: list[dict[str, Any]]) -> tuple[int, dict[str, CastValues]] | None:
     """Return the last step that logged FP8 statistics, and its values by statistic; None without any."""
     for record in reversed(records):
-        found: dict[str, CastValues] = {}
+        statistics: dict[str, CastValues] = {}
         for name, value in record.items():
             if match := FP8_METRIC.fullmatch(name):
                 layer, module, tensor, statistic = match.groups()
-                found.setdefault(statistic, {})[f"{module} {tensor}", int(layer)] = value
-        if found:
-            return record["step"], found
+                statistics.setdefault(statistic, {})[f"{module} {tensor}", int(layer)] = value
+        if statistics:
+            return record["step"], statistics
     return None
 
 

@@ -1,4 +1,4 @@
-"""Loss gaps between runs: which runs are comparable, their gaps, and the noise band over seeds."""
+"""Loss gaps between runs: which runs are comparable, with which baseline, and how far they are apart."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp8_suite.benchmarks.records.runs import EFFECTS, RunRecord, Series
 from fp8_suite.benchmarks.report.tables import labels
@@ -102,15 +101,14 @@ def ends_finite(run: RunRecord) -> bool:
 def other_settings(run: RunRecord, reference: RunRecord, *, precision: bool = False) -> list[str]:
     """Return the settings that may affect the loss and differ between the runs.
 
-    Precision settings are included only with `precision`. Settings that a run did not record are ignored.
+    Precision settings are included only with `precision`.
     """
     return [
         name
         for name, effect in EFFECTS.items()
         if effect in ("step", "learning")
         and (precision or not name.startswith(PRECISION))
-        and name in run.config.keys() & reference.config.keys()
-        and run.config[name] != reference.config[name]
+        and run.setting(name) != reference.setting(name)
     ]
 
 
@@ -129,9 +127,9 @@ def repeats(run: RunRecord, other: RunRecord) -> bool:
     return same and other_settings(run, other, precision=True) == ["seed"]
 
 
-def smooth(values: list[float], share: int = 20) -> list[float]:
-    """Return the centred moving average over 1 / `share` of the values; the window narrows at both ends."""
-    widest = len(values) // (2 * share)
+def smooth(values: list[float]) -> list[float]:
+    """Return the centred moving average over a twentieth of the values; the window narrows at both ends."""
+    widest = len(values) // 40
     halves = [min(widest, i, len(values) - 1 - i) for i in range(len(values))]
     sums = [0.0, *accumulate(values)]
     return [(sums[i + half + 1] - sums[i - half]) / (2 * half + 1) for i, half in enumerate(halves)]
@@ -149,33 +147,12 @@ def loss_gap(run: RunRecord, reference: RunRecord) -> Series:
     return [(step, ours[step] / theirs[step] - 1) for step in sorted(ours) if theirs.get(step)]
 
 
-def noise_band(seeds: list[RunRecord]) -> Series:
-    """Return (step, relative spread of the smoothed losses over the seeds).
-
-    The spread is smoothed over a fifth of the steps, because it is zero wherever the curves of two seeds
-    cross, although the noise is not.
-    """
-    curves = [smoothed(run) for run in seeds]
-    if len(curves) < 2:
-        return []
-    steps = [step for step in sorted(set(curves[0]).intersection(*curves[1:])) if curves[0][step]]
-    at = [[curve[step] for curve in curves] for step in steps]
-    widths = smooth([(max(losses) - min(losses)) / losses[0] for losses in at], share=5)
-    return list(zip(steps, widths, strict=True))
-
-
 def tail_gap(run: RunRecord, reference: RunRecord) -> float | None:
     """Return the relative gap of the mean losses over the last 10 % of common steps; None without any."""
     ours, theirs = dict(run.series("train/loss")), dict(reference.series("train/loss"))
     steps = sorted(ours.keys() & theirs.keys())
     base = tail_mean([theirs[step] for step in steps]) if steps else 0.0
     return tail_mean([ours[step] for step in steps]) / base - 1 if base else None
-
-
-def tail_noise(seeds: list[RunRecord]) -> tuple[float, float] | None:
-    """Return the lowest and the highest tail gap of the seeds to the first one; None for one seed."""
-    found = [gap for run in seeds if (gap := tail_gap(run, seeds[0])) is not None]
-    return (min(found), max(found)) if len(found) > 1 else None
 
 
 def final_gap(run: RunRecord, baseline: RunRecord) -> float | None:
@@ -190,49 +167,26 @@ class Comparison:
     reference: RunRecord
     pairs: list[tuple[RunRecord, RunRecord]]  # (run, its baseline)
     left_out: dict[str, str]  # label -> reason
-    seeds: list[RunRecord]  # the reference and its repetitions with other seeds
 
 
 def compare_losses(
     runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord | None] | None = None
 ) -> Comparison:
-    """Pair every run with its baseline: `baselines[run.folder]` (None: it failed), else the reference."""
+    """Pair every run with its baseline: `baselines[run.folder]` (None: it failed), else the reference.
+
+    Without `baselines` it is the repetition of the reference with the run's seed, if there is one.
+    """
     pairs, left_out = [], {}
+    seeds = seed_runs(runs, reference)
+    by_seed = {run.setting("seed"): run for run in seeds}
     for label, run in zip(labels(runs), runs, strict=True):
         if run is reference:
             continue
-        baseline = (baselines or {}).get(run.folder, reference)
+        same_seed = reference if run in seeds else by_seed.get(run.setting("seed"), reference)
+        baseline = same_seed if baselines is None else baselines.get(run.folder, reference)
         reason = "its baseline failed" if baseline is None else why_not_comparable(run, baseline)
         if reason:
             left_out[label] = reason
         else:
             pairs.append((run, baseline))
-    return Comparison(reference, pairs, left_out, seed_runs(runs, reference))
-
-
-class Result(NamedTuple):
-    """Loss gap and speed-up of a run over its baseline; None where unknown."""
-
-    run: RunRecord
-    baseline: RunRecord
-    gap: float | None
-    speedup: float | None
-
-
-def results(losses: Comparison) -> list[Result]:
-    """Return the results of all comparable runs, the reference first.
-
-    Repetitions with other seeds have none of their own: gaps are means over the seeds that the run and its
-    baseline share.
-    """
-    found: list[Result] = []
-    for run, baseline in [(losses.reference, losses.reference), *losses.pairs]:
-        if any(repeats(run, result.run) for result in found):
-            continue
-        pairs = [pair for pair in losses.pairs if repeats(pair[0], run)]
-        shared = [(r, b) for r, b in pairs if r.setting("seed") == b.setting("seed")]
-        gaps = [final_gap(*pair) for pair in [(run, baseline), *shared]]
-        rates = run.tokens_per_gpu, baseline.tokens_per_gpu
-        speedup = rates[0] / rates[1] if all(rates) else None
-        found.append(Result(run, baseline, None if None in gaps else fmean(gaps), speedup))
-    return found
+    return Comparison(reference, pairs, left_out)

@@ -10,29 +10,37 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from fp8_suite.benchmarks.records.launch import command_parser, folder_flag, refuse_overwriting, run_command
+from fp8_suite.benchmarks.records.launch import command_parser, folder_flag, run_command
 from fp8_suite.benchmarks.records.runs import RunRecord, bad_input, find_runs, read_run
-from fp8_suite.benchmarks.records.table import read_table
+from fp8_suite.benchmarks.records.table import read_table, read_texts
 from fp8_suite.benchmarks.report import figures, page
 from fp8_suite.benchmarks.report.gaps import compare_losses, pick_reference
+from fp8_suite.benchmarks.report.judge import answer, judge_all, lines_of
 from fp8_suite.benchmarks.report.tables import Table, labels, markdown, provenance, report_tables
 from fp8_suite.training.tracking.settings import LogConfig
 from fp8_suite.training.tracking.wandb_writer import start_wandb, wandb_id
 
 
 def write(
-    runs: list[RunRecord], reference: RunRecord, target: Path | None, verdict: page.Verdict | None = None
+    runs: list[RunRecord],
+    reference: RunRecord,
+    target: Path | None,
+    conclusion: page.Conclusion | None = None,
 ) -> tuple[dict[str, Table], list[Path]]:
     """Print the table of runs; write figures and report.html to `target`. Returns tables and figure paths."""
-    tables = report_tables(runs)
+    tables = report_tables(runs, conclusion and conclusion.price_per_gpu_hour)
+    losses = compare_losses(runs, reference, conclusion and conclusion.baselines)
+    names = dict(zip(map(id, runs), labels(runs), strict=True))
+    several = [result for result in judge_all(losses) if len(result.pairs) > 1]
+    if conclusion is None and several:
+        print(answer(lines_of(several, lambda run: names[id(run)])), end="\n\n")
     print(markdown(tables["runs"].headings, tables["runs"].texts), end="\n\n")
-    for label, run in zip(labels(runs), runs, strict=True):
-        print(f"- {label}: {provenance(run)}")
+    for run in runs:
+        print(f"- {names[id(run)]}: {provenance(run)}")
     if target is None:
         print("\nno figures and no report.html: several runs need --output_dir")
         return tables, []
     target.mkdir(parents=True, exist_ok=True)
-    losses = compare_losses(runs, reference, verdict.baselines if verdict else {})
     with matplotlib.rc_context(figures.STYLE):
         drawn = figures.draw_all(runs, losses)
         paths = [target / f"{name}.png" for name in drawn]
@@ -40,7 +48,7 @@ def write(
         for path, (_, caption, figure) in zip(paths, drawn.values(), strict=True):
             figure.savefig(path, dpi=150)
             print(f"{path}: {caption}")
-        html = page.render(runs, tables, drawn, losses, verdict)
+        html = page.render(runs, tables, drawn, losses, conclusion)
     if "loss" not in drawn:
         print("\nno loss.png: no loss was logged")
     (target / "report.html").write_text(html, encoding="utf-8")
@@ -65,7 +73,7 @@ def upload(
         run = start_wandb(
             cfg,
             folder,
-            name=f"{folder.resolve().name}-{'verdict' if 'verdict' in tables else 'report'}",
+            name=f"{folder.resolve().name}-{'verdict' if config else 'report'}",
             id=wandb_id(folder, name="wandb_report_id.txt")[0],
             resume="allow",
             job_type="report",
@@ -89,8 +97,8 @@ def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecor
     """Read the runs in the folders. Returns all runs, the reference included, and the reference."""
     paths = [path for folder in folders for path in find_runs(folder) or [folder]]
     runs = {path.resolve(): read_run(path) for path in [*paths, *([reference] if reference else [])]}
-    found = list(runs.values())
-    return found, runs[reference.resolve()] if reference else pick_reference(found)
+    records = list(runs.values())
+    return records, runs[reference.resolve()] if reference else pick_reference(records)
 
 
 def report(argv: list[str]) -> int:
@@ -107,26 +115,28 @@ def report(argv: list[str]) -> int:
     parser.add_argument("--reference", type=Path, metavar="RUN", help=reference)
     output = "folder for figures and report.html (default: the run folder; required for several runs)"
     parser.add_argument("--output_dir", type=folder_flag, metavar="DIR", help=output)
-    parser.add_argument("--use_wandb", action="store_true", help="upload the report to W&B")
-    parser.add_argument("--wandb_project", metavar="NAME", help="W&B project (default: the reference's)")
+    wandb = "upload the report to W&B, in the reference's project"
+    parser.add_argument("--use_wandb", action="store_true", help=wandb)
     args = parser.parse_args(argv)
     if bool(args.runs) == bool(args.study):
         raise bad_input("give either run folders or --study")
     if args.study:
         runs = read_table(args.study)
+        for name, text in read_texts(args.study).items():
+            print(f"{name}:\n\n{text}\n")
+        if not runs:
+            return 0
         reference = pick_reference(runs)
     else:
         runs, reference = read_all(args.runs, args.reference)
     target = args.output_dir or (args.runs[0] if len(runs) == 1 and args.runs else None)
     if target is None and args.use_wandb:
         raise bad_input("--use_wandb: several runs need --output_dir; add it")
-    if target is not None:
-        refuse_overwriting(target, of_a_run=True)
     tables, drawn = write(runs, reference, target)
     if args.use_wandb:
         cfg = LogConfig(
             use_wandb=True,
-            wandb_project=args.wandb_project or reference.setting("wandb_project"),
+            wandb_project=reference.setting("wandb_project"),
         )
         upload(target, cfg, tables, drawn)
     return 0

@@ -10,18 +10,20 @@ from typing import Any, NamedTuple
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.benchmarks.report import gaps
 from fp8_suite.benchmarks.report.figures import Drawn
-from fp8_suite.benchmarks.report.tables import Table, labels, provenance, settings, tagged
+from fp8_suite.benchmarks.report.judge import LINES, judge_all, lines_of
+from fp8_suite.benchmarks.report.tables import Table, labels, make_table, provenance, settings, tagged
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 
-class Verdict(NamedTuple):
-    """Verdict of a comparison, as shown at the top of its report."""
+class Conclusion(NamedTuple):
+    """Answer of a comparison, with the verdicts and notes, at the top of its report."""
 
-    table: Table
-    limit: str  # definition of PASS
+    answer: str
+    verdicts: Table
     notes: list[str]
     baselines: dict[Path, RunRecord | None]  # by run folder, for `gaps.compare_losses`
+    price_per_gpu_hour: float | None
 
 
 def render(
@@ -29,7 +31,7 @@ def render(
     tables: dict[str, Table],
     figures: dict[str, Drawn],
     losses: gaps.Comparison,
-    verdict: Verdict | None = None,
+    conclusion: Conclusion | None = None,
 ) -> str:
     """Return the HTML page."""
     names = labels(runs)
@@ -43,7 +45,7 @@ def render(
     return environment.get_template("page.html.j2").render(
         title=f"Training report: {names[0] if len(runs) == 1 else f'{len(runs)} runs'}",
         emulated=[name for name, run in zip(names, runs, strict=True) if run.emulated],
-        verdict=verdict,
+        conclusion=conclusion,
         tables=tables,
         origins=dict(zip(names, map(provenance, runs), strict=True)),
         figures=[(drawn.section, drawn.caption, data_uri(drawn.figure)) for drawn in figures.values()],
@@ -60,37 +62,23 @@ def data_uri(figure: Figure) -> str:
 
 
 def gap_section(runs: list[RunRecord], losses: gaps.Comparison) -> dict[str, Any]:
-    """Return the content of the section on loss gaps."""
+    """Return the table of loss gaps, what they mean, and the runs without one."""
     names = dict(zip(map(id, runs), labels(runs), strict=True))
-    rows = []
-    for run, baseline in losses.pairs:
-        others = ", ".join(gaps.other_settings(run, baseline)) or "none"
-        rows.append([names[id(run)], names[id(baseline)], _gap_text(run, baseline), others])
+    lines = lines_of(judge_all(losses), lambda run: names[id(run)])
     return {
         "reference": names[id(losses.reference)],
-        "headings": [
-            *("run", "baseline", "gap of the mean loss over the last 10 % of common steps"),
-            "differing settings other than precision",
-        ],
-        "rows": rows,
+        "table": make_table(LINES, lines),
+        "notes": [f"{line.variant}, {line.loss} loss: {line.judgement.describe()}" for line in lines],
         "left_out": losses.left_out,
     }
 
 
-def _gap_text(run: RunRecord, baseline: RunRecord) -> str:
-    for name, record in (("run", run), ("baseline", baseline)):
-        if not gaps.ends_finite(record):
-            return f"none: the last loss of the {name} is not finite"
-    gap = gaps.tail_gap(run, baseline)
-    return "none: no common step, or a loss of 0" if gap is None else f"{gap:+.3%}"
-
-
 def settings_section(runs: list[RunRecord], reference: RunRecord) -> dict[str, Any]:
     """Return equal settings, and differing ones as (text, True if it differs from the reference's)."""
-    found, base = [settings(run) for run in runs], settings(reference)
+    rows, base = [settings(run) for run in runs], settings(reference)
     differing, equal = {}, {}
-    for name in dict.fromkeys(name for values in found for name in values):
-        values = [each.get(name) for each in found]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
         if all(value == values[0] for value in values):
             equal[name] = _text(values[0])
         else:

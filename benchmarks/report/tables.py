@@ -67,12 +67,13 @@ MACHINE = (
 )
 
 
-def report_tables(runs: list[RunRecord]) -> dict[str, Table]:
+def report_tables(runs: list[RunRecord], price_per_gpu_hour: float | None = None) -> dict[str, Table]:
     """Return the tables by name. Those of losses and coverage exist only if a run recorded them."""
     names = dict(zip(map(id, runs), tagged(runs), strict=True))
     kinds = dict.fromkeys(kind for run in runs for kind in run.coverage)
     coverage: Columns = {kind: (lambda run, kind=kind: run.coverage.get(kind), "{:.1%}") for kind in kinds}
-    columns = {"runs": _run_columns(runs), "hours": HOURS} | ({"coverage": coverage} if kinds else {})
+    columns = {"runs": _run_columns(runs, price_per_gpu_hour), "hours": HOURS}
+    columns |= {"coverage": coverage} if kinds else {}
     for title, metric in LOSSES.items():
         if any(run.logged(metric) for run in runs):
             columns[title] = _statistics(metric)
@@ -80,7 +81,11 @@ def report_tables(runs: list[RunRecord]) -> dict[str, Table]:
     return {title: make_table(run | shown, runs) for title, shown in columns.items()}
 
 
-def _run_columns(runs: list[RunRecord]) -> Columns:
+def _run_columns(runs: list[RunRecord], price: float | None) -> Columns:
+    def cost(run: RunRecord) -> float | None:
+        hours = run.value("gpu_hours") if run.timed else None
+        return None if hours is None or price is None else hours * price
+
     return {
         "precision": (_precision, "{}"),
         **metric_columns("train/loss"),
@@ -90,6 +95,7 @@ def _run_columns(runs: list[RunRecord]) -> Columns:
         "scaling": (lambda run: _scaling(run, runs), "{:.1%}"),
         **metric_columns("perf/mfu_bf16", "perf/mfu_fp8", "perf/model_tflops_per_gpu", "perf/peak_memory_gb"),
         "GPU-hours": (lambda run: run.value("gpu_hours") or None, "{:.2f}"),
+        "cost": (cost, "{:,.2f}"),
         "steps": ("steps", "{:,}"),
         "GPUs": (lambda run: run.gpus or None, "{}"),
         "mode": (lambda run: run.mode, "{}"),

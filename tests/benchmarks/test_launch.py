@@ -15,10 +15,9 @@ from fp8_suite.benchmarks.records.launch import (
     is_begun,
     is_finished,
     launch,
-    refuse_overwriting,
     to_flags,
 )
-from fp8_suite.benchmarks.records.variants import VARIANTS, given_settings, parse_variants, resolve
+from fp8_suite.benchmarks.records.variants import VARIANTS, given_settings, parse_variants, run_config
 from fp8_suite.core.errors import EXIT_IN_USE, EXIT_INTERRUPTED, UserError
 from fp8_suite.training.config import config_from_dict, parse_config
 
@@ -37,7 +36,7 @@ def wait_for(condition) -> None:
 
 def test_no_variant_runs_in_another_recipe_than_its_own():
     settings = [variant.settings for variant in parse_variants([",".join(VARIANTS)])]
-    assert len(settings) == len(VARIANTS) and {own["fp8_fallback"] for own in settings} == {"error"}
+    assert len(settings) == len(VARIANTS) and {values["fp8_fallback"] for values in settings} == {"error"}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ def test_a_value_may_hold_commas(tmp_path):
     name = "delayed+precision_map=layers.0=bf16,layers.1=bf16+fp8_margin=1"
     bf16, delayed, block = parse_variants([f"bf16,{name},block"])
     assert (bf16.name, delayed.name, block.name) == ("bf16", name, "block")
-    cfg = resolve(delayed.settings, tmp_path / "runs" / delayed.folder_name)
+    cfg = run_config(delayed.settings, tmp_path / "runs" / delayed.folder_name)
     assert (cfg.precision.precision_map, cfg.precision.fp8_margin) == ("layers.0=bf16,layers.1=bf16", 1)
     assert Path(cfg.checkpoint.output_dir).parent == tmp_path / "runs"
 
@@ -216,20 +215,3 @@ def test_a_run_outlives_the_benchmark_that_started_it(tmp_path):
         assert process.poll() is None
         process.kill()
         wait_for(lambda: "ended\n" in log.read_text())
-
-
-@pytest.mark.parametrize("name", ["report.html", "verdict.md", "loss.png"])
-def test_a_report_replaces_reports_only(tmp_path, name):
-    (tmp_path / name).write_text("mine")
-    (tmp_path / "config.json").write_text("{}")  # of a model
-    with pytest.raises(UserError, match=rf"--output_dir {tmp_path}: holds {name} of something else"):
-        refuse_overwriting(tmp_path)
-    (tmp_path / "report.html").write_text("<title>Training report: 2 runs</title>")
-    refuse_overwriting(tmp_path)
-    write_run(tmp_path / "own" / "runs" / "bf16", losses=[2.0])
-    (tmp_path / "own" / "loss.png").touch()  # from a report that was stopped
-    refuse_overwriting(tmp_path / "own")
-    run = tmp_path / "own" / "runs" / "bf16"
-    refuse_overwriting(run, of_a_run=True)
-    with pytest.raises(UserError, match=f"--output_dir {run}: holds a training run; choose another folder"):
-        refuse_overwriting(run)

@@ -1,10 +1,9 @@
-"""benchmarks.peers: the stack trains, and its rates follow from the step times."""
-
-import json
+"""benchmarks.peers: the stack trains, and leaves a run folder with its rates."""
 
 import pytest
 import torch
 from fp8_suite.benchmarks.peers import PRECISIONS, main
+from fp8_suite.benchmarks.records.runs import read_run
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -12,12 +11,13 @@ def test_a_peer_trains_and_records_its_rates(precision, tmp_path):
     sizes = "--model_name tiny-llama --max_seq_length 64 --batch_size 2 --steps 7"
     flags = f"{sizes} --precision {precision} --device cpu --output_dir {tmp_path}"
     assert main(flags.split()) == 0
-    record = json.loads((tmp_path / f"peer-tiny-llama-{precision}-64x2.json").read_text())
-    later = sorted(record["step_seconds"][5:])
-    assert len(later) == 2 and record["median_step_seconds"] == pytest.approx(sum(later) / 2)
-    assert record["tokens_per_second"] == pytest.approx(2 * 64 / record["median_step_seconds"])
-    assert record["settings"]["num_layers"] == 3 and record["versions"]["torch"] == torch.__version__
-    assert all(7 < loss < 9 for loss in record["losses"])  # ln 2048 = 7.6
+    stack = "transformers" if precision == "bf16" else "transformers+torchao"
+    run = read_run(tmp_path / f"{stack}-tiny-llama-{precision}-64x2")
+    rates = [rate for _, rate in run.series("perf/tokens_per_second")]
+    assert run.value("recipe") == precision and run.value("steps") == 7 and not run.timed, "on a CPU"
+    assert 2 * 64 / run.summary["tokens_per_second"] == pytest.approx((128 / rates[5] + 128 / rates[6]) / 2)
+    assert run.environment["versions"]["torch"] == torch.__version__
+    assert all(7 < loss < 9 for _, loss in run.series("train/loss"))  # ln 2048 = 7.6
 
 
 @pytest.mark.parametrize(

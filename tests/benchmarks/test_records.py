@@ -6,7 +6,7 @@ import math
 import pytest
 from fp8_suite.benchmarks.records import add
 from fp8_suite.benchmarks.records.runs import EFFECTS, NO_EFFECT, WORK, read_run
-from fp8_suite.benchmarks.records.table import MAX_POINTS, TABLE, read_table, thin
+from fp8_suite.benchmarks.records.table import MAX_POINTS, TABLE, is_path, read_table, thin
 from fp8_suite.benchmarks.report import main as report
 from fp8_suite.benchmarks.report.tables import report_tables
 from fp8_suite.core.errors import UserError
@@ -133,7 +133,8 @@ def test_every_setting_has_an_effect_by_which_runs_are_compared():
 def test_runs_in_the_table_are_those_of_their_folders(tmp_path, capsys):
     losses = [4.0, math.nan, 2.0, 1.5]
     environment = ENVIRONMENT | {"coverage": COVERAGE, "hostname": "secret"}
-    write_run(tmp_path / "runs/done", losses=losses, summary=SUMMARY, environment=environment, seed=7)
+    done = SUMMARY | {"model_name": "org/model"}
+    write_run(tmp_path / "runs/done", losses=losses, summary=done, environment=environment, seed=7)
     write_run(tmp_path / "runs/stopped", losses=losses, environment=environment, output_dir="/private")
     table = tmp_path / "table.jsonl.gz"
     for _ in range(2):  # the second time each run replaces itself
@@ -151,7 +152,6 @@ def test_runs_in_the_table_are_those_of_their_folders(tmp_path, capsys):
         assert len(recorded.logged("train/loss")) == 4 and recorded.global_batch == original.global_batch
         assert row(recorded) == row(original)
         assert "hostname" not in recorded.environment and "output_dir" not in recorded.config
-    assert add.main([str(tmp_path), "--study", "x", "--table", str(tmp_path / "t.gz")]) == 0
     assert add.main([str(tmp_path / "nowhere"), "--study", "x"]) == 2
 
 
@@ -174,10 +174,25 @@ def test_the_recorded_table_is_small_and_whole():
     runs = read_table()
     assert TABLE.stat().st_size < 2**20 and len(runs) > 400
     assert len({run.folder for run in runs}) == len(runs)
+    names = {name for run in runs for name in (run.value("model_name"), run.config["model_name"])}
+    assert not [name for name in names if is_path(name)]
     assert all(run.environment["date"] and run.environment["versions"] for run in runs)
     assert sum(run.summary is None for run in runs) < 11
     with pytest.raises(UserError, match=r"--study nope: no such study in .* choose from batch_one, "):
         read_table("nope")
+
+
+@pytest.mark.parametrize("model_name", [".gpu/l8b", "/models/llama", "runs/a/export"])
+def test_a_model_trained_from_a_folder_is_recorded_under_a_name(tmp_path, capsys, model_name):
+    summary = SUMMARY | {"model_name": model_name}
+    write_run(tmp_path / "run", losses=[2.0], summary=summary, model_name=model_name)
+    table = tmp_path / "table.jsonl.gz"
+    command = [str(tmp_path / "run"), "--study", "mine", "--table", str(table)]
+    assert add.main(command) == 2
+    assert f"--model_name {model_name}: {tmp_path}/run trained a model from a" in capsys.readouterr().err
+    assert add.main([*command, "--model_name", "org/model"]) == 0
+    (run,) = read_table("mine", table)
+    assert run.summary["model_name"] == run.config["model_name"] == "org/model"
 
 
 def test_two_runs_of_one_name_are_refused_instead_of_losing_one(tmp_path, capsys):

@@ -1,0 +1,55 @@
+"""Runs of a comparison or sweep: checked before the first one starts, then trained one after another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8_suite.benchmarks.records.launch import Outcome, is_finished, launch
+from fp8_suite.core.errors import EXIT_FAILED
+from fp8_suite.training.config import Config
+from fp8_suite.training.launch import require_inputs
+
+Failures = dict[str, Outcome]  # by name of the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridRun:
+    """One run of a comparison or sweep."""
+
+    name: str
+    cfg: Config
+    gpus: int = 1
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.cfg.checkpoint.output_dir)
+
+
+def require_all_inputs(runs: Iterable[GridRun]) -> None:
+    """Raise UserError if a run lacks its model or data, or if its folder holds a run with other settings."""
+    for run in runs:
+        if not is_finished(run.cfg):
+            require_inputs(run.cfg)
+
+
+def train_all(
+    runs: list[GridRun], folder: Path, why_skip: Callable[[GridRun, Failures], str | None]
+) -> Failures:
+    """Train all runs that are not finished or skipped; return the outcomes of those that did not finish."""
+    os.environ.setdefault("WANDB_RUN_GROUP", folder.resolve().name)
+    failures: Failures = {}
+    for number, run in enumerate(runs, 1):
+        title = f"[{number}/{len(runs)}] {run.name}"
+        if is_finished(run.cfg):
+            print(f"{title}: finished before", flush=True)
+        elif reason := why_skip(run, failures):
+            failures[run.name] = Outcome(EXIT_FAILED, run.folder, reason)
+            print(f"{title}: skipped, {reason}", flush=True)
+        else:
+            print(f"{title}: {run.folder}", flush=True)
+            outcome = launch(run.cfg, gpus=run.gpus, log=folder / "logs" / f"{run.folder.name}.log")
+            failures |= {run.name: outcome} if outcome.code else {}
+    return failures

@@ -1,0 +1,235 @@
+"""Test of non-inferiority over seeds: is a run's loss at most a limit above its baseline's?
+
+A pair is a run and its baseline with the same seed. The mean of the pairs' relative gaps has one-sided 95 %
+bounds by the paired t test. One pair shows nothing about the spread between seeds and decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from fp8_suite.benchmarks.records.runs import RunRecord
+from fp8_suite.benchmarks.report import gaps
+from fp8_suite.benchmarks.report.tables import Columns
+from fp8_suite.core.errors import counted
+
+CONFIDENCE = 0.95
+MAX_LOSS_GAP = 0.5  # percent
+MAX_SEEDS = 100  # a verdict that needs more seeds than this is out of reach
+# Standard deviation of a recipe's gaps over seeds, in percent, pooled over the recipes with several seeds in
+# the studies thousand_steps/te and fp8-moments/1b.
+RECORDED_SPREAD = 0.32
+Pair = tuple[RunRecord, RunRecord]  # (run, its baseline)
+
+
+def t_probability(t: float, freedom: int) -> float:
+    """Return P(T < t) of Student's t for t >= 0 (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine, odd = math.cos(angle), freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for k in range(1 + odd, freedom, 2):
+        total += term
+        term *= cosine**2 * k / (k + 1)
+    area = math.sin(angle) * total
+    return 0.5 + (angle + area) / math.pi if odd else 0.5 + area / 2
+
+
+@lru_cache
+def t_quantile(freedom: int) -> float:
+    """Return the t below which Student's t lies with probability CONFIDENCE, by bisection."""
+    low, high = 0.0, 10.0  # 6.31 for one degree of freedom
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_probability(middle, freedom) < CONFIDENCE else (low, middle)
+    return high
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Verdict on the gaps of pairs of runs, in percent."""
+
+    gaps: tuple[float, ...]
+    limit: float = MAX_LOSS_GAP
+    reason: str | None = None  # of a FAIL that needs no test, such as a loss that is not finite
+
+    @property
+    def mean(self) -> float | None:
+        return fmean(self.gaps) if self.gaps else None
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """One-sided 95 % bounds of the mean gap; None for fewer than two pairs."""
+        if len(self.gaps) < 2:
+            return None
+        margin = self._margin(len(self.gaps))
+        return self.mean - margin, self.mean + margin
+
+    def _margin(self, pairs: int) -> float:
+        return t_quantile(pairs - 1) * stdev(self.gaps) / math.sqrt(pairs)
+
+    @property
+    def verdict(self) -> str:
+        if self.reason:
+            return "FAIL"
+        if self.bounds and self.bounds[1] < self.limit:
+            return "PASS"
+        return "FAIL" if self.bounds and self.bounds[0] > self.limit else "INCONCLUSIVE"
+
+    @property
+    def further_seeds(self) -> int | None:
+        """Number of further seeds that decide if mean and spread stay as they are; None if out of reach."""
+        if len(self.gaps) < 2 or self.verdict != "INCONCLUSIVE":
+            return None
+        enough = (
+            n for n in range(len(self.gaps), MAX_SEEDS) if self._margin(n) < abs(self.limit - self.mean)
+        )
+        return next((n - len(self.gaps) for n in enough), None)
+
+    def describe(self) -> str:
+        """Return the reason of the verdict in words."""
+        if self.reason:
+            return self.reason
+        if not self.gaps:
+            return "no pair of runs has finite losses"
+        if not self.bounds:
+            return (
+                f"gap {self.mean:+.2f} % with one seed, which does not decide: recorded gaps vary by "
+                f"{RECORDED_SPREAD:g} % (standard deviation) between seeds"
+            )
+        low, high = self.bounds
+        text = f"mean gap {self.mean:+.2f} % over {len(self.gaps)} seeds"
+        if self.verdict == "PASS":
+            return f"{text}, below {high:+.2f} % with 95 % confidence; limit {self.limit:g} %"
+        if self.verdict == "FAIL":
+            return f"{text}, above {low:+.2f} % with 95 % confidence; limit {self.limit:g} %"
+        more = self.further_seeds
+        decide = f"about {counted(more, 'further seed')}" if more else f"not even {MAX_SEEDS} seeds"
+        return f"{text}, bounds {low:+.2f} and {high:+.2f} %, limit {self.limit:g} %: {decide} would decide"
+
+    def to_dict(self) -> dict[str, Any]:
+        low, high = self.bounds or (None, None)
+        return {
+            "verdict": self.verdict,
+            "gaps_percent": list(self.gaps),
+            "mean_gap_percent": self.mean,
+            "lower_bound_percent": low,
+            "upper_bound_percent": high,
+            "further_seeds": self.further_seeds,
+            "reason": self.describe(),
+        }
+
+
+def judge_training(pairs: Sequence[Pair], limit: float) -> Judgement:
+    """Judge the mean training losses over the last 10 % of steps."""
+    if any(gaps.ends_finite(baseline) and not gaps.ends_finite(run) for run, baseline in pairs):
+        return Judgement((), limit, "its last training loss is not finite")
+    return Judgement(_percent(gaps.final_gap(*pair) for pair in pairs), limit)
+
+
+def judge_evaluation(pairs: Sequence[Pair], limit: float) -> Judgement | None:
+    """Judge the final evaluation losses; None if there is none to compare."""
+    losses = [(run.value("eval_loss"), baseline.value("eval_loss")) for run, baseline in pairs]
+    losses = [(ours, theirs) for ours, theirs in losses if ours is not None and theirs]
+    if any(math.isfinite(theirs) and not math.isfinite(ours) for ours, theirs in losses):
+        return Judgement((), limit, "its evaluation loss is not finite")
+    percent = _percent(ours / theirs - 1 for ours, theirs in losses if math.isfinite(theirs))
+    return Judgement(percent, limit) if losses else None
+
+
+def _percent(fractions: Iterable[float | None]) -> tuple[float, ...]:
+    return tuple(100 * fraction for fraction in fractions if fraction is not None)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run and its repetitions with other seeds, each paired with its baseline, the first seed first."""
+
+    pairs: list[Pair]
+    training: Judgement
+    evaluation: Judgement | None
+
+    @property
+    def run(self) -> RunRecord:
+        return self.pairs[0][0]
+
+    @property
+    def baseline(self) -> RunRecord:
+        return self.pairs[0][1]
+
+    @property
+    def speedup(self) -> float | None:
+        rates = self.run.tokens_per_gpu, self.baseline.tokens_per_gpu
+        return rates[0] / rates[1] if all(rates) else None
+
+
+def judge_pairs(pairs: list[Pair], limit: float) -> Result:
+    return Result(pairs, judge_training(pairs, limit), judge_evaluation(pairs, limit))
+
+
+def judge_all(losses: gaps.Comparison, limit: float = MAX_LOSS_GAP) -> list[Result]:
+    """Return the result of every comparable run over all seeds that it shares with its baseline."""
+    results: list[Result] = []
+    for run, baseline in losses.pairs:
+        repeated = run is not losses.reference and gaps.repeats(run, losses.reference)
+        if repeated or any(gaps.repeats(run, result.run) for result in results):
+            continue
+        by_seed: dict[int, Pair] = {}
+        for record, against in losses.pairs:
+            seed, same = record.setting("seed"), record is run or gaps.repeats(record, run)
+            if same and seed == against.setting("seed"):
+                by_seed.setdefault(seed, (record, against))
+        results.append(judge_pairs(list(by_seed.values()) or [(run, baseline)], limit))
+    return results
+
+
+class Line(NamedTuple):
+    """Verdict on one loss of one variant."""
+
+    variant: str
+    baseline: str
+    loss: str  # training or evaluation
+    judgement: Judgement
+    speedup: float | None
+    settings: str | None  # that differ, other than precision
+
+
+LINES: Columns = {
+    "variant": (lambda line: line.variant, "{}"),
+    "baseline": (lambda line: line.baseline, "{}"),
+    "loss": (lambda line: line.loss, "{}"),
+    "verdict": (lambda line: line.judgement.verdict, "{}"),
+    "mean gap": (lambda line: line.judgement.mean, "{:+.2f} %"),
+    "95 % bounds": (lambda line: line.judgement.bounds, "{0[0]:+.2f} to {0[1]:+.2f} %"),
+    "seeds": (lambda line: len(line.judgement.gaps), "{}"),
+    "speed": (lambda line: line.speedup, "{:.2f}x"),
+    "differing settings other than precision": (lambda line: line.settings, "{}"),
+}
+
+
+def lines_of(results: Iterable[Result], name: Callable[[RunRecord], str]) -> list[Line]:
+    """Return the verdicts on the training losses and, where there are any, on the evaluation losses."""
+    return [
+        Line(name(result.run), name(result.baseline), loss, judgement, result.speedup, settings)
+        for result in results
+        for settings in [", ".join(gaps.other_settings(result.run, result.baseline)) or None]
+        for loss, judgement in (("training", result.training), ("evaluation", result.evaluation))
+        if judgement
+    ]
+
+
+def answer(lines: Iterable[Line]) -> str:
+    """Return the answer of a comparison in one line: the verdicts on the training losses in words."""
+    training = [line for line in lines if line.loss == "training"]
+    limit = f"{training[0].judgement.limit:g} % above its baseline's" if training else ""
+    parts = []
+    if passed := [line.variant for line in training if line.judgement.verdict == "PASS"]:
+        parts.append(f"PASS for {', '.join(passed)}: training loss at most {limit}, with 95 % confidence")
+    for line in training:
+        if (verdict := line.judgement.verdict) != "PASS":
+            parts.append(f"{verdict} for {line.variant}: {line.judgement.describe()}")
+    return "; ".join(parts) + "." if parts else "Nothing was compared."

@@ -1,0 +1,92 @@
+"""The test of non-inferiority: t quantiles, bounds, verdicts, and the recorded spread between seeds."""
+
+import math
+from statistics import stdev
+
+import pytest
+from fp8_suite.benchmarks.records.table import read_table
+from fp8_suite.benchmarks.report.gaps import compare_losses, pick_reference
+from fp8_suite.benchmarks.report.judge import (
+    RECORDED_SPREAD,
+    Judgement,
+    answer,
+    judge_all,
+    lines_of,
+    t_quantile,
+)
+
+from tests.benchmarks.folders import trained
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    {1: 6.3138, 2: 2.9200, 3: 2.3534, 4: 2.1318, 9: 1.8331, 10: 1.8125, 99: 1.6604}.items(),
+)
+def test_quantiles_of_student_s_t_are_those_of_the_tables(freedom, quantile):
+    assert t_quantile(freedom) == pytest.approx(quantile, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "verdict", "bounds"),
+    [
+        ((0.1, 0.2, 0.3), "PASS", (0.0314, 0.3686)),  # 0.2 -+ 2.92 x 0.1 / sqrt(3)
+        ((0.9, 1.0, 1.1), "FAIL", (0.8314, 1.1686)),
+        ((0.3, 0.4, 0.5), "INCONCLUSIVE", (0.2314, 0.5686)),
+        ((0.0, 0.2), "INCONCLUSIVE", (-0.5314, 0.7314)),  # 0.1 -+ 6.314 x 0.1414 / sqrt(2)
+        ((-0.45,), "INCONCLUSIVE", None),
+        ((), "INCONCLUSIVE", None),
+    ],
+)
+def test_a_verdict_follows_from_the_bounds(gaps, verdict, bounds):
+    judgement = Judgement(gaps, 0.5)
+    assert judgement.verdict == verdict
+    assert judgement.bounds == (bounds and pytest.approx(bounds, abs=1e-4))
+
+
+@pytest.mark.parametrize(
+    ("gaps", "limit", "further"),
+    [
+        ((0.0, 0.2), 0.5, 1),  # with 3 pairs 2.920 x 0.1414 / sqrt(3) = 0.238 < 0.4
+        ((0.3, 0.4, 0.5), 0.5, 2),  # with 5 pairs 2.132 x 0.1 / sqrt(5) = 0.095 < 0.1
+        ((0.4, 0.6), 0.5, None),  # the mean is the limit: never
+        ((0.1, 0.2, 0.3), 0.5, None),  # decided
+        ((0.1,), 0.5, None),  # no spread seen
+    ],
+)
+def test_further_seeds_would_decide_at_the_spread_seen(gaps, limit, further):
+    assert Judgement(gaps, limit).further_seeds == further
+
+
+def test_one_seed_is_judged_beside_the_recorded_spread():
+    text = Judgement((-0.45,)).describe()
+    assert "-0.45 %" in text and f"{RECORDED_SPREAD:g} %" in text
+
+
+def test_the_spread_is_that_of_the_recorded_studies():
+    gaps = []
+    for study in ("thousand_steps/te", "fp8-moments/1b/beta2-0.95", "fp8-moments/1b/beta2-0.999"):
+        runs = read_table(study)
+        results = judge_all(compare_losses(runs, pick_reference(runs)))
+        gaps += [result.training.gaps for result in results if len(result.pairs) > 1]
+    degrees = sum(len(values) - 1 for values in gaps)
+    spread = math.sqrt(sum(stdev(values) ** 2 * (len(values) - 1) for values in gaps) / degrees)
+    assert len(gaps) == 7 and spread == pytest.approx(RECORDED_SPREAD, abs=0.005)
+
+
+def test_runs_are_paired_by_seed_and_setting(tmp_path):
+    """A run of older code, without the setting, is no repetition of one that sets it."""
+    runs = [trained(tmp_path / f"bf16-{seed}", [2.0 + seed], seed=seed) for seed in (1, 2)]
+    runs += [
+        trained(tmp_path / f"block-{seed}", [(2.0 + seed) * 1.01], "block", seed=seed) for seed in (1, 2)
+    ]
+    del runs[2].config["fp8_fp32_scales"]
+    scales = {"seed": 2, "fp8_fp32_scales": True}
+    runs.append(trained(tmp_path / "block-scales-2", [4.2], "block", **scales))
+    results = judge_all(compare_losses(runs, runs[0]))
+    names = [[(run.name, baseline.name) for run, baseline in result.pairs] for result in results]
+    assert names == [[("block-1", "bf16-1"), ("block-2", "bf16-2")], [("block-scales-2", "bf16-2")]]
+    assert results[0].training.mean == pytest.approx(1.0)
+    lines = lines_of(results, lambda run: run.name)
+    assert [line.loss for line in lines] == ["training", "evaluation"] * 2
+    assert answer(lines).startswith("FAIL for block-1: mean gap +1.00 % over 2 seeds")
+    assert "INCONCLUSIVE for block-scales-2: gap +5.00 %" in answer(lines)
