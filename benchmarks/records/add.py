@@ -25,7 +25,7 @@ def add(argv: list[str]) -> int:
         type=Path,
         default=TABLE,
         metavar="FILE",
-        help="table to write (default: benchmarks/results/runs.jsonl.gz)",
+        help="table to write (default: benchmarks/results/records.jsonl.gz)",
     )
     named = "name of a model that was trained from a folder"
     parser.add_argument("--model_name", metavar="NAME", help=named)

@@ -1,0 +1,177 @@
+"""Figures in tables of README and docs are those of the recorded studies that the pages name."""
+
+import re
+from functools import cache
+from statistics import fmean, median
+from typing import NamedTuple
+
+import pytest
+from fp8_suite.benchmarks.records.runs import RunRecord
+from fp8_suite.benchmarks.records.table import read_table, studies
+from fp8_suite.benchmarks.report.gaps import tail_gap
+from fp8_suite.benchmarks.report.main import main
+from fp8_suite.core.packages import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MEASURES = {"tokens/s": "tokens_per_second", "TFLOP/s": "model_tflops_per_gpu", "peak GB": "peak_memory_gb"}
+NUMBER = r"[+-]?[\d,]*\.?\d+"
+# Sections whose tables quote studies that the page names elsewhere.
+NAMED_ELSEWHERE = {("README.md", "Train"): ["throughput", "h200-models", "h200-eight"]}
+
+
+class Table(NamedTuple):
+    """Table of a page with the recorded studies that its section names."""
+
+    page: str
+    section: str
+    studies: list[str]
+    rows: list[dict[str, str]]
+
+
+@cache
+def runs_of(study: str) -> list[RunRecord]:
+    return read_table(study)
+
+
+@cache
+def known_studies() -> set[str]:
+    """Return all studies, and the beginnings that name several."""
+    return {"/".join(parts[:n]) for study in studies() for parts in [study.split("/")] for n in (1, 2, 3)}
+
+
+def named_studies(text: str) -> list[str]:
+    return sorted(set(re.findall(r"`([\w./-]+)`", text)) & known_studies())
+
+
+@cache
+def tables() -> list[Table]:
+    found = []
+    for page in PAGES:
+        for section in re.split(r"^##+ ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+            title = section.split("\n")[0]
+            quoted = NAMED_ELSEWHERE.get((page.name, title)) or named_studies(section)
+            for block in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
+                lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+                rows = [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+                found.append(Table(page.name, title, quoted, rows))
+    return found
+
+
+def find(page: str, title: str) -> Table:
+    return next(table for table in tables() if (table.page, table.section) == (page, title))
+
+
+def shows(text: str, value: float | None) -> bool:
+    """True if the figure that `text` begins with is `value`, to the digits shown."""
+    if value is None or not (number := re.match(NUMBER, text)):
+        return False
+    digits = len(number[0].partition(".")[2])
+    return abs(float(number[0].replace(",", "")) - value) <= 0.51 * 10**-digits
+
+
+def candidates(names: list[str]) -> list[list[RunRecord]]:
+    """Return the runs of studies, alone and with their repeats, whose medians a page may show."""
+    runs = [run for name in names for run in runs_of(name)]
+    repeats: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        repeats.setdefault(re.sub(r"(?<=-[0-9a-f]{7})-\d$", "", run.name), []).append(run)
+    return [*([run] for run in runs), *repeats.values()]
+
+
+def measured(runs: list[RunRecord], metric: str) -> list[float]:
+    """Return what a page may show: the median of the summaries, or of the full steps after the first."""
+    values = [run.value(metric) for run in runs]
+    logged = [rate for run in runs for _, rate in run.series("perf/tokens_per_second")[1:]]
+    full = [rate for rate in logged if rate > 0.9 * max(logged)]  # an epoch may end with a smaller step
+    steps = [median(full)] if full and metric == "tokens_per_second" else []
+    return [median(values), *steps] if None not in values else []
+
+
+@pytest.mark.parametrize("name", sorted({name for t in PAGES for name in named_studies(t.read_text())}))
+def test_a_study_that_a_page_names_is_shown(name, capsys):
+    assert main(["--study", name]) == 0
+    assert len(capsys.readouterr().out) > 200
+
+
+def rated_tables() -> list[Table]:
+    return [t for t in tables() if t.studies and re.fullmatch(NUMBER, t.rows[0].get("tokens/s", ""))]
+
+
+@pytest.mark.parametrize("table", rated_tables(), ids=lambda table: f"{table.page}-{table.section}")
+def test_speed_and_memory_in_a_row_are_those_of_one_recorded_run(table):
+    groups, size = candidates(table.studies), ""
+    for row in table.rows:
+        size = next(iter(re.findall(r"\d+B", row.get("model", ""))), size)
+        cells = {heading.split(",")[0]: text for heading, text in row.items()}
+        figures = {metric: cells[heading] for heading, metric in MEASURES.items() if heading in cells}
+        assert any(
+            all(any(shows(text, v) for v in measured(runs, metric)) for metric, text in figures.items())
+            for runs in groups
+            if size in runs[0].value("model_name")
+        ), row
+
+
+def test_speed_and_gap_of_the_recipes_are_those_of_the_record():
+    recorded = [run for run in runs_of("h200-recipes") if not run.name.startswith("emulated")]
+    runs = {(run.value("model_name").split("/")[1], run.precision, run.layers): run for run in recorded}
+    for row in find("results.md", "Recipes").rows:
+        precision = row["precision"].split(",")[0].lower()
+        for model, text in list(row.items())[1:]:
+            name = model.replace("Llama ", "Llama-").replace(" ", "-")
+            (layers,) = (kind for n, p, kind in runs if (n, p) == (name, precision))
+            run, base = runs[name, precision, layers], runs[name, "bf16", layers]
+            speed, gap = re.fullmatch(rf"(?:({NUMBER})x, )?({NUMBER}) %", text).groups()
+            tails = [record.value("train_loss_tail_mean") for record in (run, base)]
+            assert shows(gap, 100 * (tails[0] / tails[1] - 1)), (row, model)
+            assert speed is None or shows(speed, run.tokens_per_gpu / base.tokens_per_gpu), (row, model)
+
+
+def test_scaling_and_memory_of_every_mode_are_those_of_the_record():
+    runs = [run for run in runs_of("h200-modes") if "same" not in run.name and "acc" not in run.name]
+    for row in find("results.md", "Every mode").rows:
+        size, gpus = row["model, GPUs"].split(", ")
+        sized = [run for run in runs if size in run.value("model_name")]
+        (single,) = (run for run in sized if run.gpus == 1)
+        for mode, text in list(row.items())[1:]:
+            if text != "-":
+                scaling, peak = re.fullmatch(r"(\d+) \((\d+)\)", text).groups()
+                assert any(
+                    shows(scaling, 100 * run.tokens_per_gpu / single.tokens_per_gpu)
+                    and shows(peak, run.value("peak_memory_gb") - run.remarks.get("held_before_gb", 0))
+                    for run in sized
+                    if run.gpus == int(gpus) and run.mode == mode.strip("`")
+                ), (row, mode)
+
+
+def pairs_of(study: str) -> list[tuple[RunRecord, RunRecord]]:
+    """Return every run with the BF16 run of its seed and layers."""
+    runs = runs_of(study)
+    bases = {(r.config["seed"], r.layers): r for r in runs if r.name.startswith("bf16")}
+    return [(r, bases[key]) for r in runs if (key := (r.config["seed"], r.layers)) in bases]
+
+
+def test_gaps_of_a_thousand_steps_are_those_of_the_record():
+    pairs = pairs_of("thousand_steps/te") + pairs_of("thousand_steps/hf")
+    for row in find("studies.md", "A thousand steps").rows:
+        own = [pair for pair in pairs if pair[0].precision == row["recipe"].split(",")[0]]
+        for seed, column in ((42, "seed 42"), (43, "43"), (44, "44")):
+            gaps = [100 * tail_gap(*pair) for pair in own if pair[0].config["seed"] == seed]
+            assert not row[column] or any(shows(row[column], gap) for gap in gaps), (row, column)
+    for row in next(t for t in tables() if t.page == "precision.md" and "tokens/s" in t.rows[0]).rows:
+        recipe = row["recipe"].strip("`")
+        ((run, base),) = (pair for pair in pairs_of("h200-compare/1b") if pair[0].name == recipe)
+        assert shows(row["tokens/s"], run.tokens_per_gpu / base.tokens_per_gpu), row
+        (gap,) = (100 * tail_gap(run, base) for run, base in pairs if run.name == recipe)
+        assert shows(row["loss after 1,000 steps"], gap), row
+
+
+def test_emulated_losses_are_as_far_from_te_s_as_the_page_says():
+    runs = {run.name: dict(run.series("train/loss")) for run in runs_of("h200-recipes")}
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    for recipe in ("delayed", "current", "block"):
+        emulated, native = runs[f"emulated-{recipe}"], runs[f"Llama-3.2-1B-{recipe}"]
+        gaps = []
+        for step in range(2, 101, 2):  # TE's losses are stored as means of two
+            mean = (emulated[step - 1] + emulated[step]) / 2 if 1 in emulated else emulated[step]
+            gaps.append(abs(mean / native[step] - 1))
+        assert shows(re.search(rf"({NUMBER}) %\s+\({recipe}\)", text)[1], 100 * fmean(gaps)), recipe
