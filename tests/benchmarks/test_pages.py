@@ -157,12 +157,18 @@ def test_gaps_of_a_thousand_steps_are_those_of_the_record():
         for seed, column in ((42, "seed 42"), (43, "43"), (44, "44")):
             gaps = [100 * tail_gap(*pair) for pair in own if pair[0].config["seed"] == seed]
             assert not row[column] or any(shows(row[column], gap) for gap in gaps), (row, column)
-    for row in next(t for t in tables() if t.page == "precision.md" and "tokens/s" in t.rows[0]).rows:
-        recipe = row["recipe"].strip("`")
-        ((run, base),) = (pair for pair in pairs_of("h200-compare/1b") if pair[0].name == recipe)
-        assert shows(row["tokens/s"], run.tokens_per_gpu / base.tokens_per_gpu), row
-        (gap,) = (100 * tail_gap(run, base) for run, base in pairs if run.name == recipe)
-        assert shows(row["loss after 1,000 steps"], gap), row
+
+
+def test_the_example_of_a_comparison_is_that_of_the_record():
+    runs = {run.name: run for run in runs_of("h200-compare/1b")}
+    for row in find("compare.md", "An example").rows:
+        run, base = runs[row["variant"]], runs["bf16_hf" if row["variant"] == "tensorwise" else "bf16"]
+        evaluations = run.value("eval_loss") / base.value("eval_loss")
+        assert shows(row["gap"], 100 * tail_gap(run, base)) and shows(
+            row["eval gap"], 100 * (evaluations - 1)
+        )
+        assert shows(row["speed"], run.tokens_per_gpu / base.tokens_per_gpu)
+        assert shows(row["peak GB"], run.value("peak_memory_gb"))
 
 
 def test_emulated_losses_are_as_far_from_te_s_as_the_page_says():

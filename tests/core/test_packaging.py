@@ -44,7 +44,7 @@ def test_console_commands_exist(target):
 
 
 FOLDERS = ("benchmarks", "core", "data", "ds_configs", "te_models", "training")
-READ = {".py", ".j2", ".json", ".jsonl", ".yaml", ".gz", ".xz", ".md"}  # files that the suite reads
+READ = {".py", ".j2", ".json", ".yaml", ".gz", ".xz", ".md"}  # files that the suite reads
 
 
 @pytest.fixture(scope="module")
