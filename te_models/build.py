@@ -9,12 +9,7 @@ import torch.distributed as dist
 from fp8_suite.core.errors import bad_setting, first_line
 from fp8_suite.te_models.decoder import TECausalLM
 from fp8_suite.te_models.dependence import refuse_dependent_samples
-from fp8_suite.te_models.hugging_face import (
-    HFCausalLM,
-    hf_state,
-    materialize,
-    parameters_on_meta,
-)
+from fp8_suite.te_models.hugging_face import HFCausalLM, hf_state, materialize, parameters_on_meta
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import (
     ModelSpec,
@@ -94,10 +89,7 @@ def _wrap(inner: nn.Module, spec: ModelSpec, options: BuildOptions) -> HFCausalL
         if isinstance(module, nn.Embedding):
             module.padding_idx = None
     model = HFCausalLM(
-        inner,
-        known_family=spec.is_known_family,
-        recompute=options.recompute,
-        reentrant=options.reentrant,
+        inner, known_family=spec.is_known_family, recompute=options.recompute, reentrant=options.reentrant
     )
     if options.convert:
         options.convert(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,11 +27,11 @@ def refuse_dependent_samples(
     if packed and (reason := why_not_packed(model.model.config.get_text_config(), max_length)):
         raise bad_setting(f"{kind}: in rows of {max_length} tokens {reason}; add --no_packing", packing=True)
     with high_precision_linears(model):
-        if _first_half_sees_second(model, name, sharded):
+        if _sees_other_half(model, 0, name, packed=False, sharded=sharded):
             raise bad_setting(f"{kind} attends to later tokens; use a causal language model", model_name=name)
         if not packed:
             return
-        if _second_half_sees_first(model, name, sharded):
+        if _sees_other_half(model, 1, name, packed=True, sharded=sharded):
             raise bad_setting(f"{kind} lets packed samples see each other; add --no_packing", packing=True)
         if _ignores_positions(model):
             reason = f"{kind} ignores that positions start at 0 in each packed sample"
@@ -59,52 +58,37 @@ def why_not_packed(config: Any, length: int) -> str | None:
     return None
 
 
-def _first_half_sees_second(model: HFCausalLM, name: str, sharded: bool) -> bool:
-    def loss(second: tuple) -> Tensor:
-        return _loss_of_half(model, SAMPLE, second, scored=0, packed=False)
-
-    return _depends_on(model, loss, slice(8, 16), name, sharded)
-
-
-def _second_half_sees_first(model: HFCausalLM, name: str, sharded: bool) -> bool:
-    def loss(first: tuple) -> Tensor:
-        return _loss_of_half(model, first, SAMPLE, scored=1)
-
-    return _depends_on(model, loss, slice(0, 8), name, sharded)
-
-
 @torch.no_grad()
 def _ignores_positions(model: HFCausalLM) -> bool:
     """True if positions have no effect, as in a model that counts tokens from the start of the row."""
-    losses = [_loss_of_half(model, SAMPLE, SAMPLE, scored=1, stride=stride) for stride in (1, 3)]
+    losses = [_loss_of_half(model, 1, SAMPLE, packed=True, stride=stride) for stride in (1, 3)]
     return bool(losses[0] == losses[1])
 
 
-def _loss_of_half(
-    model: HFCausalLM, first: tuple, second: tuple, *, scored: int, packed: bool = True, stride: int = 1
-) -> Tensor:
-    """Return the loss of the first (0) or second (1) half of a row [1, 16]: one sample, or two if packed."""
+def _loss_of_half(model: HFCausalLM, half: int, other: tuple, *, packed: bool, stride: int = 1) -> Tensor:
+    """Return the loss of SAMPLE in one half (0 or 1) of a row [1, 16] with the tokens `other` in the other.
+
+    The row is one sample, or two if packed.
+    """
     device = next(model.parameters()).device
-    ids = torch.tensor([[*first, *second]], device=device)
+    ids = torch.tensor([[*SAMPLE, *other] if half == 0 else [*other, *SAMPLE]], device=device)
     labels = torch.full((1, 16), IGNORE, device=device)
-    labels[0, 8 * scored : 8 * scored + 7] = torch.arange(1, 8, device=device)
+    labels[0, 8 * half : 8 * half + 7] = torch.arange(1, 8, device=device)
     if not packed:
         return model(ids, labels, torch.arange(16, device=device)[None]).loss
     positions = stride * torch.arange(8, device=device).repeat(2)[None]  # [1, 16]
     return model(ids, labels, positions, torch.tensor([0, 8, 16], dtype=torch.int32, device=device), 8).loss
 
 
-def _depends_on(
-    model: HFCausalLM, loss_of_half: Callable[[tuple], Tensor], other: slice, name: str, sharded: bool
-) -> bool:
-    """True if the loss of one half of a row depends on the tokens of the `other` half.
+def _sees_other_half(model: HFCausalLM, half: int, name: str, *, packed: bool, sharded: bool) -> bool:
+    """True if the loss of one half of a row depends on the tokens of the other half.
 
     Permuting the other half must not change the loss. The permutation includes both ends, because a short
     convolution may reach no further. A mixture of experts may only round differently, so a changed loss is
     confirmed by its gradient with respect to the other half.
     """
     with torch.no_grad():
-        loss, permuted = loss_of_half(SAMPLE), loss_of_half(PERMUTED_SAMPLE)
+        loss, permuted = (_loss_of_half(model, half, x, packed=packed) for x in (SAMPLE, PERMUTED_SAMPLE))
     if not torch.isfinite(loss):
         raise bad_setting(
             f"its loss is {loss.item()}, so its weights or config.json are damaged; download it again",
@@ -126,5 +110,5 @@ def _depends_on(
     except NotImplementedError:  # custom code without this method: a changed loss is enough
         return True
     with embedding.register_forward_hook(detach):
-        (gradient,) = torch.autograd.grad(loss_of_half(SAMPLE), embedded)  # [1, 16, D]
-    return bool(gradient[:, other].any())
+        (gradient,) = torch.autograd.grad(_loss_of_half(model, half, SAMPLE, packed=packed), embedded)
+    return bool(gradient.chunk(2, dim=1)[1 - half].any())  # [1, 8, D]

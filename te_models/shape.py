@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fp8_suite.te_models.families import FAMILIES
+from fp8_suite.te_models.families import FAMILIES, head_dim
 
 # Model types whose FLOPs `ModelShape` counts correctly: dense, gated MLPs, one LM head.
 COUNTED = frozenset({*FAMILIES, "gemma", "gemma2", "granite", "olmo2", "phi3"})
@@ -41,7 +41,7 @@ class ModelShape:
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            head_dim=head_dim(config),
             ffn_hidden_size=config.intermediate_size,
             vocab_size=config.vocab_size,
             window=getattr(config, "sliding_window", None) if slides else None,
@@ -74,11 +74,6 @@ def matmul_parameters(shape: ModelShape) -> int:
     return shape.num_layers * (query_and_output + key_and_value + mlp) + lm_head
 
 
-def gemm_flops(shape: ModelShape, tokens: int) -> float:
-    """Forward and backward FLOPs of the weights' GEMMs: 6 per weight and token."""
-    return 6.0 * matmul_parameters(shape) * tokens
-
-
 def attention_flops(shape: ModelShape, sum_squared_lengths: int) -> float:
     """Forward and backward FLOPs of QK^T and PV in causal attention.
 
@@ -94,4 +89,5 @@ def model_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> 
     own. Source: PaLM (arXiv:2204.02311), appendix B, 6N + 12LHQT per token, with N the weights in GEMMs and
     the causal half of the second term. Llama-3.1-8B at 8192 tokens: 51.47 GFLOP per token.
     """
-    return gemm_flops(shape, tokens) + attention_flops(shape, sum_squared_lengths)
+    gemm_flops = 6.0 * matmul_parameters(shape) * tokens
+    return gemm_flops + attention_flops(shape, sum_squared_lengths)

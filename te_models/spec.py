@@ -62,12 +62,7 @@ class ModelSpec:
 
 
 def find_model(
-    name: str,
-    *,
-    init: str,
-    use_te: bool,
-    trust_remote_code: bool = False,
-    max_seq_length: int | None = None,
+    name: str, *, init: str, use_te: bool, trust_remote_code: bool = False, max_seq_length: int | None = None
 ) -> ModelSpec:
     """Resolve `--model_name` and `--init`, downloading configuration and weights where needed.
 

@@ -9,7 +9,7 @@ fewer bits, in forward GEMMs of per-tensor recipes; this is not emulated.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,20 +20,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def bfloat16_units() -> AbstractContextManager[None]:
-    """Multiply float32 matrices in a CPU's BF16 units.
-
-    Products of BF16 and FP8 values, also scaled by powers of two, are exact; sums are in float32.
-    """
-    return BF16_MATMUL_ON_CPU.on(lambda precision: "bf16")
-
-
 def multiply(a: Quantized, b: Quantized, *, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
     """Return a @ b, [M, K] x [K, N], in float32 regardless of torch.autocast; operands may be transposed."""
     left, right = (widen(x.data) if x.block is None else x.dequantize() for x in (a, b))
     left, right = left.T if transpose_a else left, right.T if transpose_b else right
     fits_bfloat16, device = a.fits_bfloat16 and b.fits_bfloat16, left.device.type
-    units = bfloat16_units() if fits_bfloat16 and device == "cpu" else nullcontext()
+    # A CPU's BF16 units multiply FP8 and BF16 values exactly, and accumulate in float32.
+    on_cpu = fits_bfloat16 and device == "cpu"
+    units = BF16_MATMUL_ON_CPU.on(lambda precision: "bf16") if on_cpu else nullcontext()
     with torch.autocast(device, enabled=False), units:
         if fits_bfloat16 and device == "cuda":  # tensor cores accumulate in float32
             product = torch.mm(left.bfloat16(), right.bfloat16(), out_dtype=torch.float32)

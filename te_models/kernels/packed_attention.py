@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fp8_suite.core.errors import UserError
 from fp8_suite.te_models.kernels import flash_attention
 from torch import Tensor, nn
 
@@ -183,16 +182,10 @@ def hf_attention(
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: query [B, H, S, K], key and value [B, G, S, K] -> [B, S, H, K].
 
-    Without `cu_seq_lens_q` every row is one sequence. Raise UserError for unsupported arguments.
+    Without `cu_seq_lens_q` every row is one sequence.
     """
     unsupported = _unsupported(module, attention_mask, others)
-    if query.shape[2] != key.shape[2]:
-        unsupported = "cached keys"
-    if unsupported:
-        raise UserError(
-            f"--model_name: {type(module).__name__} calls {ATTENTION_NAME} attention with {unsupported}, a "
-            "bug in the suite; open an issue with the run's env.json"
-        )
+    assert unsupported is None, f"{type(module).__name__} attends with {unsupported}"
     if torch.is_autocast_enabled(query.device.type):  # RoPE leaves queries and keys in float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

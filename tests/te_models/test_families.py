@@ -219,10 +219,7 @@ def test_reference_of_the_rope_kernel_matches_transformers():
     [
         ({"hidden_size": "256"}, ".*Validation error for field 'hidden_size': .*expected int, got str"),
         ({"vocab_size": -5}, "vocab_size is -5"),
-        (
-            {"num_attention_heads": 5, "head_dim": 64},
-            ".*hidden size \(256\) is not a multiple of .* \(5\)",
-        ),
+        ({"num_attention_heads": 5, "head_dim": 64}, ".*hidden size \(256\) is not a multiple of .* \(5\)"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) is not a multiple of .* \(3\)"),
         ({"hidden_act": "nope"}, "KeyError: 'nope'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "KeyError: .*Missing required keys"),

@@ -151,7 +151,7 @@ def test_unsupported_attention_is_refused_at_run_time():
     model = build("llama")
     for layer in model.model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    with pytest.raises(UserError, match="LlamaAttention calls packed_causal attention with dropout"):
+    with pytest.raises(AssertionError, match="LlamaAttention attends with dropout"):
         model(**inputs([8]))
 
 
