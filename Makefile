@@ -27,7 +27,7 @@ help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
 # Print the precision flags for this machine. --help and wrong settings exit before torch is imported.
-FP8_FLAGS := from fp8_suite.core.start import start_command; start_command(); import sys; sys.argv[0] = "train_fp8.py"; \
+FP8_FLAGS := from fp8_suite.core.packages import start_command; start_command(); import sys; sys.argv[0] = "train_fp8.py"; \
   from fp8_suite.training.launch import parse_early; parse_early("ARGS has these flags:"); \
   import torch; from fp8_suite.training.precision.te_runtime import why_not_te; \
   print("--mixed_precision fp8" if torch.cuda.is_available() and why_not_te() else "--use_te --mixed_precision fp8")

@@ -1,21 +1,55 @@
-"""Versions of installed packages and of the suite's own code."""
+"""Packages: those that every command needs, and versions of the packages and of the suite's own code."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
+import os
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+OLDEST_PYTHON = (3, 10)
+REQUIRED = ("torch", "transformers", "datasets", "numpy", "safetensors", "pyyaml", "tqdm")
+MODULES = {"pyyaml": "yaml"}  # package -> its module, where the names differ
 PACKAGES = ("torch", "triton", "transformers", "transformer_engine", "torchao", "deepspeed", "flash-attn-4")
 PACKAGES += ("datasets", "tokenizers", "safetensors", "numpy")  # they affect numerics or the data
 
 
+def start_command(*packages: str) -> None:
+    """Hide the traceback of Ctrl-C. Exit with one line if this Python is too old or lacks a package.
+
+    Call it first in every command, before anything else is imported.
+    """
+    hide_interrupts()
+    if sys.version_info < OLDEST_PYTHON:
+        version, needed = (".".join(map(str, v[:2])) for v in (sys.version_info, OLDEST_PYTHON))
+        sys.exit(f"error: this is Python {version} ({sys.executable}); use Python {needed} or newer")
+    from importlib.util import find_spec
+
+    missing = [name for name in (*REQUIRED, *packages) if find_spec(MODULES.get(name, name)) is None]
+    if missing:
+        pins = ROOT / "requirements.txt"  # absent after pip install .
+        what = f"-r {os.path.relpath(pins)}" if pins.exists() else " ".join(missing)
+        sys.exit(f"error: {', '.join(missing)} missing; install: {sys.executable} -m pip install {what}")
+
+
+def hide_interrupts() -> None:
+    """End the process without a traceback on a Ctrl-C that nothing handles."""
+
+    def report(kind, error, trace):
+        if kind is not KeyboardInterrupt:
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = report
+
+
 def version(package: str) -> str | None:
     """Return the installed version of a package, or None."""
+    from importlib import metadata  # slow, and not needed to start
+
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 

@@ -15,7 +15,7 @@ def one_device(cfg):
 
 
 def main():
-    from fp8_suite.core.start import start_command
+    from fp8_suite.core.packages import start_command
 
     start_command()
     from fp8_suite.training.launch import launch

@@ -23,7 +23,7 @@ def join_torchrun(cfg):
 
 
 def main():
-    from fp8_suite.core.start import start_command
+    from fp8_suite.core.packages import start_command
 
     start_command()
     from fp8_suite.core.signals import stop_with_parent

@@ -61,7 +61,8 @@ def assemble(prepared: PreparedRun) -> Assembly:
     if setup.gathers_fp8 and torchao:
         torchao_fp8.refresh_scales_after_steps(model, optimizer)
     if prepared.total_steps and not strategy.owns_masters:
-        optim.allocate_state(optimizer, model)  # now, so that what fits in the first step fits in the second
+        # Allocate the state now, so that what fits in the first step fits in the second.
+        optim.optimizer_state(optimizer, model)
     wrapped = strategy.wrap(model, optimizer)
     autocast = build_autocast(
         precision, device=strategy.device, parameter_dtype=strategy.forward_dtype(**dtypes)

@@ -140,14 +140,6 @@ def test_settings_that_go_together_are_accepted(argv):
     parse(*argv.split())
 
 
-@pytest.mark.parametrize(
-    ("use_te", "scenario", "recipe"),
-    [(True, "default", "delayed"), (False, "default", "tensorwise"), (True, "block", "block")],
-)
-def test_the_default_recipe_depends_on_the_layers(use_te, scenario, recipe):
-    assert config_from_dict({"use_te": use_te, "fp8_scenario": scenario}).recipe == recipe
-
-
 def test_flags_win_over_a_file_and_its_values_are_as_written(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(

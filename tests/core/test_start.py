@@ -48,7 +48,7 @@ def test_an_old_python_is_named(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(sys, "version_info", (3, 9, 18))
     with pytest.raises(SystemExit, match=r"this is Python 3.9 \(.*\); use Python 3.10 or newer"):
-        from fp8_suite.core.start import start_command
+        from fp8_suite.core.packages import start_command
 
         start_command()
 

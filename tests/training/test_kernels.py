@@ -144,21 +144,6 @@ def test_cleanup_restores_the_libraries(problems, te):
     assert te.mlp._act_func is plain_act_func
 
 
-def test_swiglu_is_fused_under_delayed_scaling_where_the_kernels_can_cast(problems, te, monkeypatch):
-    tensors = SimpleNamespace(Float8Quantizer=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.tensor.float8_tensor", tensors)
-    monkeypatch.setattr(fused_swiglu, "_run", lambda kernel, inputs, shape, quantizer: (kernel, tuple(shape)))
-    choose()
-    look_up, x = te.mlp._act_func, torch.zeros(8, 32).bfloat16()
-    delayed, current = (SimpleNamespace(delayed=lambda used=used: used) for used in (True, False))
-    assert look_up("swiglu", current)[2] is look_up("gelu", delayed)[2] is look_up("swiglu")[2] is None
-    forward, _, backward = look_up("swiglu", delayed)
-    assert forward(x, SimpleNamespace()) == ("swiglu_kernel", (8, 16))
-    assert backward(x[:, :16].clone(), x, SimpleNamespace()) == (None, ("swiglu_backward_kernel", (8, 32)))
-    for inputs, quantizer in ((x, None), (x.float(), SimpleNamespace()), (x[:6], SimpleNamespace())):
-        assert forward(inputs, quantizer) == ("forward", quantizer), "TE's own"
-
-
 def switches() -> set[str]:
     return {name for name in flash_attention.TE_SWITCHES if os.environ.get(name) == "0"}
 

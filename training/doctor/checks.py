@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fp8_suite.core.errors import UserError, first_line
 from fp8_suite.core.machine import cores, host_memory
-from fp8_suite.core.packages import version
-from fp8_suite.core.start import REQUIRED
+from fp8_suite.core.packages import REQUIRED, version
 
 if TYPE_CHECKING:
     from fp8_suite.te_models.backend import Backend
@@ -25,8 +24,13 @@ OPTIONAL = ("torchao", "deepspeed", "wandb", "tensorboard", "matplotlib")
 PIP = f"{sys.executable} -m pip"  # a bare pip may be another environment's
 INSTALL = f"{PIP} install -r requirements.txt"
 REINSTALL_TORCH = f"{PIP} uninstall -y torch && {INSTALL}"  # pip keeps a CPU build
-TE_PARTS = ("transformer_engine", "transformer_engine_torch")
-TE_PARTS += ("transformer_engine_cu12", "transformer_engine_cu13")  # of another CUDA than torch's: an error
+# TE's parts: pip keeps the old ones, and one of another CUDA than torch's is an error. Its extension is
+# compiled for the installed torch, so not taken from the cache.
+TE_PARTS = "transformer_engine transformer_engine_torch transformer_engine_cu12 transformer_engine_cu13"
+INSTALL_TE = (
+    f"{PIP} uninstall -y {TE_PARTS} && {PIP} install setuptools wheel ninja && "
+    f"{PIP} install --no-build-isolation -r requirements-gpu.txt --no-cache-dir"
+)
 UPDATE_DRIVER = "sudo apt-get install -y nvidia-driver-580-server-open && sudo reboot"  # Ubuntu, Debian
 # Message of torch or nvidia-smi -> the command that fixes it. CUDA 12 needs a driver of branch 525, CUDA 13
 # of 580: docs.nvidia.com/deploy/cuda-compatibility.
@@ -132,7 +136,7 @@ def driver_cure(message: str) -> str:
 
 
 def check_te() -> Iterator[Finding]:
-    """Report whether Transformer Engine loads, else the command that installs it, and the cuDNN in use."""
+    """Report whether Transformer Engine loads, and the cuDNN in use."""
     import torch
     from fp8_suite.training.precision import te_runtime
 
@@ -142,10 +146,10 @@ def check_te() -> Iterator[Finding]:
     elif not gpu:
         yield Finding("ok", f"Transformer Engine {number or 'is not installed'}: TE layers run emulated")
     elif number is None:
-        yield Finding("note", "Transformer Engine is not installed; --use_te needs it", install_te())
+        yield Finding("note", "Transformer Engine is not installed; --use_te needs it", INSTALL_TE)
     else:
         reason = first_line(te_runtime.load_error())
-        yield Finding("fault", f"Transformer Engine {number} does not load: {reason}", install_te())
+        yield Finding("fault", f"Transformer Engine {number} does not load: {reason}", INSTALL_TE)
     folder, loaded = te_runtime.torch_cudnn(), [str(path) for path in te_runtime.loaded_cudnns()]
     if len(loaded) > 1:
         text = f"two cuDNNs are mixed, {' and '.join(loaded)}: attention may run unfused, 4x slower"
@@ -153,16 +157,6 @@ def check_te() -> Iterator[Finding]:
     elif gpu:
         text = f"cuDNN {torch.backends.cudnn.version()} of torch, in {folder}"
         yield Finding("ok", text, data={"loaded": loaded})
-
-
-def install_te() -> str:
-    """Return the command that removes all parts of TE and compiles its extension for the installed torch."""
-    from fp8_suite.training.precision.te_runtime import INSTALL_TE
-
-    parts = [part for part in TE_PARTS if version(part)]
-    remove = f"{PIP} uninstall -y {' '.join(parts)} && " if parts else ""
-    build = f"{PIP} {INSTALL_TE.removeprefix('pip ')} --no-cache-dir"  # the cache may hold another torch's
-    return f"{remove}{PIP} install setuptools wheel ninja && {build}"
 
 
 def check_recipes() -> Iterator[Finding]:

@@ -16,7 +16,7 @@ import textwrap
 from dataclasses import asdict
 from importlib.util import find_spec
 
-from fp8_suite.core.start import hide_interrupts
+from fp8_suite.core.packages import hide_interrupts
 from fp8_suite.training.doctor import checks
 from fp8_suite.training.doctor.checks import Finding
 

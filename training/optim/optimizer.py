@@ -165,12 +165,6 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, T
     return optimizer.state[parameter]
 
 
-def allocate_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Allocate the state of all parameters, which otherwise happens in the first step."""
-    for parameter in model.parameters():
-        state_of(optimizer, parameter)
-
-
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return live references to all state tensors as `<parameter>.<state>`, allocated if necessary.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8_suite.core.recipes import RECIPES
@@ -44,7 +44,7 @@ class Coverage:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields to record in env.json."""
-        return vars(self) | {"rows": [vars(row) for row in self.rows]}
+        return asdict(self)
 
 
 def coverage(model: nn.Module, precision: Precision) -> Coverage:

@@ -45,11 +45,6 @@ def matches(pattern: str, name: str) -> bool:
     return any(all(map(fnmatchcase, parts[start:], patterns)) for start in starts)
 
 
-def _layer_number(name: str) -> int | None:
-    """Return the number of the decoder layer that a module is in: the first numeric part of its name."""
-    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
-
-
 def fold_layers(name: str) -> str:
     """Replace layer numbers in a module's name with *."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
@@ -73,8 +68,9 @@ def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]
             reason = f"no GEMM module has such a name; they are {known}, with layers 0 to {num_layers - 1}"
             raise bad_setting(reason, precision_map=rule)
     ends = {"bf16_first_layers": range(first), "bf16_last_layers": range(num_layers - last, num_layers)}
+    layer_of = {name: next(int(part) for part in name.split(".") if part.isdecimal()) for name in names}
     for flag, layers in ends.items():
-        rules.append((f"--{flag} {len(layers)}", "bf16", [n for n in names if _layer_number(n) in layers]))
+        rules.append((f"--{flag} {len(layers)}", "bf16", [n for n in names if layer_of[n] in layers]))
     assigned, rule_of = dict.fromkeys(names, cfg.recipe), {}
     for rule, recipe, modules in rules:
         for name in modules:
@@ -113,16 +109,11 @@ def resolve_map(cfg: Config, precision: Precision, config: Any) -> Precision:
             if reason:
                 fallbacks[name] = reason
     by_module = {module: effective[name] for module, name in requested.items()}
-    _refuse_mixes(cfg, by_module)
-    return replace(precision, by_module=by_module, recipes=recipes, map_fallbacks=fallbacks)
-
-
-def _refuse_mixes(cfg: Config, by_module: dict[str, str]) -> None:
-    """UserError for --fp8_all_gather with modules of several recipes."""
     exceptions = sorted(set(by_module.values()) - {cfg.recipe})
     if cfg.sharding.fp8_all_gather and exceptions:
         reason = f"it gathers weights that are all in {cfg.recipe}; drop it, or {', '.join(exceptions)}"
         raise bad_setting(reason, fp8_all_gather=True, **_map_settings(cfg))
+    return replace(precision, by_module=by_module, recipes=recipes, map_fallbacks=fallbacks)
 
 
 def check_resume(meta: dict[str, Any], precision: Precision) -> None:

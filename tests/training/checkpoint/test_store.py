@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fp8_suite.core import files
 from fp8_suite.core.errors import UserError
-from fp8_suite.core.files import publish, replace_file
+from fp8_suite.core.files import publish
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.manifest import DamagedCheckpoint
 from fp8_suite.training.checkpoint.resume import eval_losses
@@ -313,15 +312,6 @@ def test_an_interrupted_replacement_is_undone(tmp_path):
     with pytest.raises(FileNotFoundError):
         publish(tmp_path / "not written", tmp_path / "step_000001")
     assert holds(checkpoints, tmp_path / "step_000001", 1)
-
-
-def test_a_file_is_on_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch):
-    order, replace = [], os.replace
-    monkeypatch.setattr(files, "sync_to_disk", lambda path: order.append(path.name))
-    monkeypatch.setattr(os, "replace", lambda *paths: (order.append("replace"), replace(*paths)))
-    replace_file(tmp_path / "file", b"new")
-    assert order == [".file.partial", "replace", tmp_path.name]
-    assert (tmp_path / "file").read_bytes() == b"new"
 
 
 def save_and_die(folder: Path, step: int, left: int) -> None:

@@ -68,7 +68,7 @@ def install_te(monkeypatch, tmp_path):
         (package.parent / "__init__.py").write_text("")
         (package / "__init__.py").write_text(code)
         monkeypatch.syspath_prepend(tmp_path / "te")
-        monkeypatch.setattr(checks, "version", lambda name: "2.20.2" if name in checks.TE_PARTS else None)
+        monkeypatch.setattr(checks, "version", {"transformer_engine": "2.20.2"}.get)
         for name in ("transformer_engine", "transformer_engine.pytorch"):
             monkeypatch.delitem(sys.modules, name, raising=False)
 
@@ -132,18 +132,6 @@ def test_packages_that_are_too_old_are_a_fault(monkeypatch):
     assert missing.status == "note" and missing.text.endswith("wandb")
 
 
-def test_a_gpu_is_described_and_tried(gpu, monkeypatch):
-    _, finding = checks.check_gpus()
-    assert finding.status == "ok" and "compute capability 9.0, 149.0 of 150.0 GB free" in finding.text
-
-    def fails(*_, **__):
-        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
-
-    monkeypatch.setattr(torch, "ones", fails)
-    *_, fault = checks.check_gpus()
-    assert fault.status == "fault" and fault.cure == checks.REINSTALL_TORCH
-
-
 @pytest.mark.parametrize(
     ("text", "cuda", "visible", "error", "status", "cure"),
     [
@@ -170,12 +158,12 @@ def test_the_reason_for_an_unusable_gpu_is_named(smi, monkeypatch, text, cuda, v
 
 def test_transformer_engine_is_missing_broken_or_loads(gpu, install_te, monkeypatch):
     missing, _ = checks.check_te()
-    assert missing.status == "note" and missing.cure.endswith("-r requirements-gpu.txt --no-cache-dir")
+    assert missing.status == "note" and missing.cure == checks.INSTALL_TE
     install_te("import os\nif not os.environ.get('WORKS'): raise ImportError('x.so: undefined symbol')")
     te_runtime.load_error.cache_clear()
     broken, _ = checks.check_te()
     assert broken.status == "fault" and broken.text.endswith("does not load: x.so: undefined symbol")
-    assert f"uninstall -y {' '.join(checks.TE_PARTS)} && " in broken.cure
+    assert broken.cure == checks.INSTALL_TE
     monkeypatch.setenv("WORKS", "1")
     te_runtime.load_error.cache_clear()
     assert [finding.status for finding in checks.check_te()] == ["ok", "ok"]

@@ -1,9 +1,8 @@
 """Sums of gradients over micro-batches, apart from BF16 parameters."""
 
-import pytest
 import torch
 from fp8_suite.training.config import config_from_dict
-from fp8_suite.training.optim.accumulation import MainGradAccumulator, gradient_of
+from fp8_suite.training.optim.accumulation import gradient_of
 from fp8_suite.training.optim.adamw import FusedAdamW
 from fp8_suite.training.parallel.strategies import Strategy
 from torch import nn
@@ -91,31 +90,3 @@ def test_one_micro_batch_needs_no_sums():
     wrapped(model := Model(), steps=1)
     model(torch.ones(4, 8).bfloat16(), True).backward()
     assert all(p.grad is not None and gradient_of(p) is p.grad for p in model.parameters())
-
-
-class TELike(nn.Module):
-    """Stand-in for TE's modules, whose GEMMs add to `main_grad` or to what `get_main_grad` returns."""
-
-    fuse_wgrad_accumulation = True
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-        self.layer_norm_weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-
-    def forward(self):
-        pass
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_te_overwrites_its_sums_in_a_steps_first_micro_batch(dtype):
-    module = TELike()
-    sums = MainGradAccumulator(module, dtype)
-    assert module.weight.main_grad.dtype == dtype and not module.weight.main_grad.any()
-    for first in (True, False):
-        sums.begin_micro_batch(first=first, last=not first)
-        assert module.weight.overwrite_main_grad is first
-    module.layer_norm_weight.sum().backward()
-    assert gradient_of(module.layer_norm_weight).dtype == dtype
-    sums.clear()
-    assert gradient_of(module.layer_norm_weight) is None and gradient_of(module.weight) is not None

@@ -151,7 +151,7 @@ def test_tokens_sizes_and_calibration_follow_every_recipe_in_use():
 def test_recipes_that_te_cannot_mix_are_refused():
     gather = {"fp8_all_gather": True, "sharding_mode": "fsdp_full", "fp8_scenario": "current"}
     with pytest.raises(UserError, match=r"--fp8_all_gather.*: .*all in current; drop it, or bf16, delayed"):
-        precision_map._refuse_mixes(config_from_dict(TE | gather), native(proj="bf16").by_module)
+        resolve(**gather, precision_map="layers.0.*.proj=bf16,layers.1.*.proj=delayed")
 
 
 def test_a_resume_on_a_gpu_that_replaces_other_recipes_is_refused():

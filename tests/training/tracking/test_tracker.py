@@ -70,18 +70,6 @@ def test_each_line_is_strict_json_on_disk_when_it_is_logged(tmp_path):
     assert summary == {"loss": "NaN", "rows": [{"x": "Infinity"}], "none": None}
 
 
-def test_other_ranks_write_nothing(tmp_path, capsys):
-    log = build(tmp_path / "run", enabled=False, use_wandb=True, log_dir=str(tmp_path / "tensorboard"))
-    log.log(1, {"train/loss": 1.0})
-    log.summary({"steps": 1})
-    log.finish()
-    progress = Display(20, initial=0, enabled=False)
-    progress.update(10, {"train/loss": 1.0})
-    progress.message("text")
-    progress.close()
-    assert list(tmp_path.iterdir()) == [] and capsys.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize(
     ("torn", "saved"),
     [('{"step": 5, "tra', []), ('{"step": 5, "train/loss": 5}', [5]), ("[5]", [])],
