@@ -72,10 +72,7 @@ def read_sweep(path: Path) -> dict[str, Any]:
 
 
 def read_axes(grid: dict[str, list[Any]], replaced: list[str]) -> dict[str, list[Any]]:
-    """Return the grid's axes, with the values of `--axis NAME=VALUE,...` instead of the file's.
-
-    The file's spelling of a value names its run folder: 0.00001 becomes 1e-5 if the file has that.
-    """
+    """Return the grid's axes, with the values of `--axis NAME=VALUE,...` instead of the file's."""
     axes = dict(grid)
     for text in replaced:
         name, _, values = text.partition("=")
@@ -83,19 +80,10 @@ def read_axes(grid: dict[str, list[Any]], replaced: list[str]) -> dict[str, list
             reason = f"not an axis of the grid, which has {', '.join(grid)}{nearest(name, grid)}"
             raise bad_setting(reason, axis=text)
         parts = [values] if name == "precision" else values.split(",")  # variants may contain commas
-        in_file = {_typed(name, value): value for value in grid[name]}
-        axes[name] = [in_file.get(_typed(name, value), value) for value in parts if value]
+        axes[name] = [value for value in parts if value]
         if not axes[name]:
             raise bad_setting("needs at least one value", axis=text)
     return axes
-
-
-def _typed(axis: str, value: Any) -> Any:
-    """Return an axis value as its setting's type; one with further settings stays text."""
-    setting = AXES.get(axis, axis)
-    if axis in OTHER_AXES or "=" in str(value):
-        return str(value)
-    return convert(setting, value, all_settings()[setting].type)
 
 
 def build_grid(

@@ -178,7 +178,7 @@ def _workers(pid: int) -> list[int]:
 
     Signals go to the ranks, because torchrun itself would kill ranks that take over 30 s to save.
     """
-    found = []
+    ranks = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
@@ -186,8 +186,8 @@ def _workers(pid: int) -> list[int]:
         except (OSError, IndexError):  # the process may have ended
             continue
         if parent == pid and os.fsencode(ROOT / "train_multi_gpu.py") in words:
-            found.append(int(path.parent.name))
-    return found
+            ranks.append(int(path.parent.name))
+    return ranks
 
 
 def is_begun(cfg: Config) -> bool:
@@ -215,8 +215,8 @@ def is_begun(cfg: Config) -> bool:
 
 def chosen_at_start(old: dict[str, Any], cfg: Config) -> set[str]:
     """Return the settings that the run chose itself, so that its recorded values may differ from `cfg`."""
-    optim, given = cfg.optim, cfg.to_dict()
-    chosen = {name for name in CHOSEN if given[name] in (None, AUTO)}
+    optim, settings = cfg.optim, cfg.to_dict()
+    chosen = {name for name in CHOSEN if settings[name] in (None, AUTO)}
     if optim.batch_size == AUTO and not optim.global_batch_size:  # accumulation only sets the global batch
         same = old["batch_size"] * old["gradient_accumulation_steps"] == global_batch(optim, 1)
         chosen = chosen | set(CHOSEN[:2]) if same else chosen - set(CHOSEN[:2])

@@ -31,7 +31,12 @@ SHARDING = {"sharding_mode", "deepspeed_config", "offload_optimizer", "hsdp_shar
 WORK = tuple(n for n, effect in EFFECTS.items() if effect == "step" and n not in RESOLVED | SHARDING)
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-REQUIRED = ("batch_size", "gradient_accumulation_steps", "max_seq_length")  # identify a run's settings
+REQUIRED = (
+    "batch_size",
+    "gradient_accumulation_steps",
+    "max_seq_length",
+    "seed",
+)  # identify a run's settings
 
 
 def bad_input(message: str) -> UserError:
@@ -56,6 +61,9 @@ FROM_WALL_TIME = {
     "gpu_hours": ("gpu_seconds", 3600),
     "node_hours": ("node_seconds", 3600),
 }
+# Values of summary.json and env.json that a report calculates with.
+NUMBERS = {*FROM_METRICS, *FROM_WALL_TIME, "steps", "gpus", "world_size", "nodes", "skipped_steps"}
+OBJECTS = {"versions", "git", "coverage", "data"}
 SPEED = frozenset(map(summary_name, RATES)) - {"data_wait_share"}
 
 
@@ -116,7 +124,7 @@ class RunRecord:
     def gpus(self) -> int:
         """Number of GPUs of the whole job; 0 on a CPU."""
         if self.summary is not None:
-            return self.summary.get("gpus", 1)
+            return self.summary.get("gpus", 1) or 0
         return self.environment.get("world_size", 1) if self.environment.get("gpu_name") else 0
 
     @property
@@ -185,8 +193,8 @@ def find_runs(folder: Path) -> list[Path]:
     """Return [folder] if it is a run folder, else all run folders below it."""
     if settings_path(folder).exists():
         return [folder]
-    found = [path.parent for path in folder.rglob("metrics.jsonl")]
-    return sorted(path for path in found if settings_path(path).exists())
+    folders = [path.parent for path in folder.rglob("metrics.jsonl")]
+    return sorted(path for path in folders if settings_path(path).exists())
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -198,15 +206,23 @@ def read_run(folder: Path) -> RunRecord:
     config = _read_json(settings)
     if not all(isinstance(config.get(name), int) for name in REQUIRED):
         raise bad_input(f"{folder}: not a run folder (its {settings.name} has no {', '.join(REQUIRED)})")
-    summary, environment = folder / "summary.json", folder / "env.json"
-    return RunRecord(
+    summary, environment = (_read_checked(folder / name) for name in ("summary.json", "env.json"))
+    run = RunRecord(
         folder=folder,
         config=config,
-        environment=_read_json(environment) if environment.exists() else {},
+        environment=environment or {},
         records=_read_metrics(folder / "metrics.jsonl"),
-        summary=_read_json(summary) if summary.exists() else None,
+        summary=summary,
         wall_time=read_record(folder / "wall_time.json"),
     )
+    try:  # what a report reads from nested values
+        _ = (
+            run.coverage,
+            [part and part.get("fingerprint") for part in (run.environment.get("data") or {}).values()],
+        )
+    except (TypeError, KeyError, AttributeError) as fault:
+        raise bad_input(f"{folder / 'env.json'}: damaged ({fault!r}); restore or delete it") from None
+    return run
 
 
 def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
@@ -221,6 +237,18 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise bad_input(f"{path}: damaged, not a JSON object ({error}); restore or delete it") from None
 
 
+def _read_checked(path: Path) -> dict[str, Any] | None:
+    """Read summary.json or env.json; None if there is none. UserError for a value that cannot be reported."""
+    if not path.exists():
+        return None
+    values = _read_json(path)
+    for names, kinds, what in ((NUMBERS, (int, float), "a number"), (OBJECTS, dict, "an object")):
+        for name in names & values.keys():
+            if values[name] is not None and not isinstance(values[name], kinds):
+                raise bad_input(f"{path}: {name} is {values[name]!r}, not {what}; restore or delete the file")
+    return values
+
+
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl, without the partial last line of a running or killed run."""
     records = []
@@ -230,5 +258,6 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(with_numbers(record))
+            numbers = with_numbers(record)
+            records.append({k: value for k, value in numbers.items() if isinstance(value, int | float)})
     return records

@@ -62,9 +62,9 @@ def differences(
 
 def _identity(run: RunRecord, experiment: bool) -> dict[str, Any]:
     """Return the settings and counts that must be equal in comparable runs."""
-    found = {f"--{name}": run.setting(name) for name in (EXPERIMENT if experiment else SAME_TASK)}
+    settings = {f"--{name}": run.setting(name) for name in (EXPERIMENT if experiment else SAME_TASK)}
     counts = ("steps", "label_tokens", "eval_label_tokens") if experiment else ()
-    return found | {"sequences per step": run.global_batch} | {name: run.value(name) for name in counts}
+    return settings | {"sequences per step": run.global_batch} | {name: run.value(name) for name in counts}
 
 
 def fingerprint(run: RunRecord, part: str) -> str | None:
@@ -79,16 +79,16 @@ def initial_loss(run: RunRecord) -> float | None:
 
 def pick_reference(runs: list[RunRecord]) -> RunRecord:
     """Return the first BF16 run with losses, if possible with an FP8 run's seed; else the first run."""
-    found = [run for run in runs if run.value("recipe") == "bf16" and run.series("train/loss")]
+    trained = [run for run in runs if run.value("recipe") == "bf16" and run.series("train/loss")]
     seeds = {run.config.get("seed") for run in runs if run.value("recipe") != "bf16"}
-    shared = [run for run in found if run.config.get("seed") in seeds]
-    return (shared or found or runs)[0]
+    shared = [run for run in trained if run.config.get("seed") in seeds]
+    return (shared or trained or runs)[0]
 
 
 def why_not_comparable(run: RunRecord, reference: RunRecord) -> str | None:
     """Return why a run's loss cannot be compared with the reference's, or None."""
-    if found := differences(run, reference):
-        return "; ".join(found)
+    if different := differences(run, reference):
+        return "; ".join(different)
     return None if run.series("train/loss") else "no finite training loss was logged"
 
 
@@ -114,17 +114,17 @@ def other_settings(run: RunRecord, reference: RunRecord, *, precision: bool = Fa
 
 def seed_runs(runs: list[RunRecord], reference: RunRecord) -> list[RunRecord]:
     """Return the reference and its repetitions with other seeds: one run per seed, without diverged runs."""
-    found = {reference.config.get("seed"): reference}
+    by_seed = {reference.config.get("seed"): reference}
     for run in runs:
         if repeats(run, reference) and ends_finite(run) and why_not_comparable(run, reference) is None:
-            found.setdefault(run.config.get("seed"), run)
-    return list(found.values())
+            by_seed.setdefault(run.config.get("seed"), run)
+    return list(by_seed.values())
 
 
-def repeats(run: RunRecord, other: RunRecord) -> bool:
+def repeats(run: RunRecord, first: RunRecord) -> bool:
     """True if the runs differ in nothing but the seed."""
-    same = run.value("recipe") == other.value("recipe") and run.emulated == other.emulated
-    return same and other_settings(run, other, precision=True) == ["seed"]
+    same = run.value("recipe") == first.value("recipe") and run.emulated == first.emulated
+    return same and other_settings(run, first, precision=True) == ["seed"]
 
 
 def smooth(values: list[float]) -> list[float]:

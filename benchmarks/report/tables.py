@@ -28,14 +28,14 @@ def read_value(item: Any, source: Source) -> Any:
 
 def make_table(columns: Columns, items: Sequence[Any]) -> Table:
     """Return a table with a row per item; columns in which all values are None are left out."""
-    found = {}
+    kept = {}
     for heading, (source, form) in columns.items():
         values = [read_value(item, source) for item in items]
         if any(value is not None for value in values):
-            found[heading] = [(value, "-" if value is None else form.format(value)) for value in values]
-    lines = list(zip(*found.values(), strict=True))
+            kept[heading] = [(value, "-" if value is None else form.format(value)) for value in values]
+    lines = list(zip(*kept.values(), strict=True))
     rows, texts = ([[cell[part] for cell in line] for line in lines] for part in (0, 1))
-    return Table(list(found), rows, texts)
+    return Table(list(kept), rows, texts)
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -161,10 +161,12 @@ def provenance(run: RunRecord, *, date: bool = True) -> str:
     versions, git = environment.get("versions") or {}, environment.get("git")
     machine = environment.get("gpu_name") or "CPU"
     parts = [f"{run.gpus} x {machine}" if run.gpus else machine]
-    parts += [environment.get("date", "no date")[:10]] if date else []
+    parts += [str(environment.get("date", "no date"))[:10]] if date else []
     parts += [f"{name} {versions[name]}" for name in PACKAGES if versions.get(name)]
     if git:
-        parts.append(f"commit {git['commit'][:12]}{' with uncommitted changes' if git['dirty'] else ''}")
+        parts.append(
+            f"commit {str(git.get('commit'))[:12]}{' with uncommitted changes' if git.get('dirty') else ''}"
+        )
     return ", ".join(parts)
 
 
