@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from fp8_suite.benchmarks.plan.inputs import read_model
 from fp8_suite.benchmarks.plan.predict import Plan, changed_plan
 from fp8_suite.benchmarks.report.tables import markdown
@@ -41,13 +43,12 @@ def _longest_sequence(plan: Plan) -> str:
     total = global_batch(plan.setup.cfg.optim, plan.setup.gpus)
     batch = {"batch_size": AUTO, "gradient_accumulation_steps": None, "global_batch_size": total}
 
-    def fits(steps: int) -> bool:
-        return changed_plan(plan, batch | {"max_seq_length": steps * STEP}) is not None
+    def is_too_long(length: int) -> bool:
+        return changed_plan(plan, batch | {"max_seq_length": length}) is None
 
-    low, high = 0, (read_model(plan.setup.cfg.model.model_name).positions or 2**20) // STEP
-    if high and fits(high):
-        return f"{high * STEP:,}, the model's limit"
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return f"{low * STEP:,}" if low else f"below {STEP:,}"
+    limit = read_model(plan.setup.cfg.model.model_name).positions or 2**20
+    lengths = range(STEP, limit + 1, STEP)
+    fitting = bisect_left(lengths, True, key=is_too_long)
+    if not fitting:
+        return f"below {STEP:,}"
+    return f"{lengths[fitting - 1]:,}" + ", the model's limit" * (fitting == len(lengths))

@@ -36,11 +36,7 @@ GPU_FLAGS = {
     "bf16_tflops": ("bf16_tflops", 1, "for another GPU: dense BF16 peak in TFLOP/s"),
     "fp8_tflops": ("fp8_tflops", 1, "for another GPU: dense FP8 peak in TFLOP/s"),
     "memory_tbs": ("memory_bandwidth", 1e12, "for another GPU: memory bandwidth in TB/s"),
-    "link_gbs": (
-        "link_bandwidth",
-        1e9,
-        "for another GPU: NVLink or PCIe bandwidth in GB/s, one direction",
-    ),
+    "link_gbs": ("link_bandwidth", 1e9, "for another GPU: NVLink or PCIe bandwidth in GB/s, one direction"),
 }
 LARGEST = 1e18  # number in a flag
 COLUMNS = (
@@ -68,8 +64,10 @@ def run(argv: list[str]) -> str:
     gpu = read_gpu(args, cfg)
     plans, refused = _make_plans(cfg, gpu, args)
     tables = _tables(plans, args.tokens, args.price_per_gpu_hour)
-    notes = [*_choices(plans), *refused, *_notes_on_offload(plans)]
-    notes += filter(None, [_advice(plan) for plan in plans if auto_settings(cfg) or not plan.fits])
+    choices = [f"\n{_gpus(plan)}: {plan.sizing.describe()}" for plan in plans if plan.sizing.is_choice]
+    hosts = [f"\n{_gpus(plan)}: {memory}." for plan in plans if (memory := _host_memory(plan))]
+    advice = [_advice(plan) for plan in plans if auto_settings(cfg) or not plan.fits]
+    notes = [*choices, *refused, *hosts, *filter(None, advice)]
     return "\n".join([*tables, "", limits_table(plans), *notes])
 
 
@@ -118,10 +116,8 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     if fitting := [plan for plan in plans if plan.fits]:
         lines += ["", _parts("ms per step", fitting, lambda plan: plan.seconds, 1e-3)]
     if not costs_of(setup.recipe).measured:
-        lines += [
-            "",
-            f"{setup.recipe} was not measured; its time is computed with the rates of delayed scaling.",
-        ]
+        rates = "its time is computed with the rates of delayed scaling"
+        lines += ["", f"{setup.recipe} was not measured; {rates}."]
     if any(plan.setup.nodes > 1 for plan in plans):
         lines += ["", "More than one node was not measured; docs/plan.md lists the assumptions."]
     return lines
@@ -157,28 +153,19 @@ def _parts(title: str, plans: list[Plan], read: Callable[[Plan], dict[str, float
 # Notes below the tables
 
 
-def _choices(plans: list[Plan]) -> list[str]:
-    """Return what training would choose for `auto`, for each number of GPUs."""
-    return [f"\n{_gpus(plan)}: {plan.sizing.describe()}" for plan in plans if plan.sizing.is_choice]
-
-
-def _hosts(plan: Plan) -> str:
+def _host_memory(plan: Plan) -> str:
+    """Describe the host memory that offloading needs; "" without."""
     kept, saving = plan.host_gb()
-    return f"{kept:.0f} GB of host memory per node, {saving:.0f} more while saving a checkpoint"
-
-
-def _notes_on_offload(plans: list[Plan]) -> list[str]:
-    """Return notes on host memory."""
-    return [f"\n{_gpus(plan)}: {_hosts(plan)}." for plan in plans if plan.offloads]
+    return f"{kept:.0f} GB of host memory per node, {saving:.0f} more while saving a checkpoint" * bool(kept)
 
 
 def _advice(plan: Plan) -> str | None:
     """List the settings that make this plan fit or faster; None if it fits and none is faster."""
     lines = [f"\n{_gpus(plan)}: {'faster' if plan.fits else 'fits'} with"]
     for flags, candidate in (candidates := alternatives(plan)).items():
-        hosts = f", {_hosts(candidate)}" if candidate.offloads else ""
         speed = f"{candidate.tokens_per_second:,.0f} tokens/s"
-        lines.append(f"- {flags}: {candidate.peak / 1e9:.1f} GB per GPU, {speed}{hosts}")
+        needs = [f"{candidate.peak / 1e9:.1f} GB per GPU", speed, _host_memory(candidate)]
+        lines.append(f"- {flags}: {', '.join(filter(None, needs))}")
     if candidates:
         return "\n".join(lines)
     return None if plan.fits else f"\n{_gpus(plan)}: does not fit; {way_out(plan.sizing)}."
@@ -206,16 +193,13 @@ def read_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
 
 
 def _refuse_architecture(name: str, cfg: Config) -> None:
-    def able(architectures: tuple[str, ...]) -> str:
-        return "needs a GPU of " + ", ".join(
-            n for n, gpu in PLANNED.items() if gpu.architecture in architectures
-        )
-
-    architectures, architecture = RECIPES[cfg.recipe].architectures, PLANNED[name].architecture
-    if architectures and architecture not in architectures:
-        raise bad_setting(able(architectures), fp8_scenario=cfg.recipe, gpu=name)
-    if cfg.model.use_te and cfg.precision.fp8_fp32_scales and architecture != "Hopper":
-        raise bad_setting(able(("Hopper",)), fp8_fp32_scales=True, gpu=name)
+    needs = [(RECIPES[cfg.recipe].architectures, {"fp8_scenario": cfg.recipe})]
+    if cfg.model.use_te and cfg.precision.fp8_fp32_scales:
+        needs.append((("Hopper",), {"fp8_fp32_scales": True}))
+    for architectures, setting in needs:
+        if architectures and PLANNED[name].architecture not in architectures:
+            able = [gpu for gpu, spec in PLANNED.items() if spec.architecture in architectures]
+            raise bad_setting(f"needs a GPU of {', '.join(able)}", **setting, gpu=name)
 
 
 def _positive(text: str) -> float:
@@ -242,31 +226,18 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the plan's own flags, without the training flags."""
     parser = command_parser(PROG, __doc__, trains=True)
     add: Any = parser.add_argument
-    add(
-        "--gpus",
-        type=_counts,
-        default=[1, 8, 64, 512, 4096],
-        metavar="N,N,...",
-        help="numbers of GPUs to plan for (default: 1,8,64,512,4096)",
-    )
+    gpus = "numbers of GPUs to plan for (default: 1,8,64,512,4096)"
+    add("--gpus", type=_counts, default=[1, 8, 64, 512, 4096], metavar="N,N,...", help=gpus)
     add("--gpus_per_node", type=_whole, default=8, metavar="N", help="GPUs per node (default: 8)")
     add("--gpu", default="H200", metavar="NAME", help=f"{', '.join(PLANNED)} (default: H200)")
     for flag, (_, _, text) in GPU_FLAGS.items():
         add(f"--{flag}", type=_positive, metavar="X", help=text)
     network = "network bandwidth per GPU in GB/s, one direction (default: 50, or 400 Gbit/s; assumed by auto)"
     add("--network_gbs", type=_positive, default=NETWORK_BANDWIDTH / 1e9, metavar="X", help=network)
-    add(
-        "--tokens",
-        type=_positive,
-        metavar="X",
-        help="training tokens, such as 15e12; adds a column with days",
-    )
-    add(
-        "--price_per_gpu_hour",
-        type=_positive,
-        metavar="X",
-        help="price in any currency; adds a column with the cost of --tokens",
-    )
+    tokens = "training tokens, such as 15e12; adds a column with days"
+    add("--tokens", type=_positive, metavar="X", help=tokens)
+    price = "price in any currency; adds a column with the cost of --tokens"
+    add("--price_per_gpu_hour", type=_positive, metavar="X", help=price)
     add("--check", action="store_true", help="compare predictions with recorded runs instead")
     return parser
 

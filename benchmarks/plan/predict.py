@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from fp8_suite.benchmarks.plan.inputs import size_run
@@ -42,17 +43,18 @@ class Plan:
         return self.sizing.fits
 
     @property
-    def offloads(self) -> bool:
-        """True if training state or activations are in host memory."""
-        return self.setup.offloads_state or self.setup.cfg.model.offload_activations
-
-    @property
     def step(self) -> float:
         return sum(self.seconds.values())
 
     @property
     def largest_batch(self) -> int:
-        return largest_batch(self.setup, for_tensors(self.sizing.free))
+        """Largest micro-batch that fits; 0 if a sequence is too long."""
+
+        def exceeds(batch: int) -> bool:
+            cfg = replace(self.setup.cfg, optim=replace(self.setup.cfg.optim, batch_size=batch))
+            return sum(peak(replace(self.setup, cfg=cfg)).values()) > for_tensors(self.sizing.free)
+
+        return bisect_left(range(1, 2**20), True, key=exceeds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,7 +73,7 @@ class Plan:
 
     def host_gb(self) -> tuple[float, float]:
         """Host memory per node in GB: always, and in addition while saving a checkpoint."""
-        kept, saving = host_state(self.setup) if self.setup.offloads_state else (0.0, 0)
+        kept, saving = host_state(self.setup)
         billions = self.setup.model.parameters / self.setup.nodes / 1e9
         return kept * billions + host_activations(self.setup) / 1e9, saving * billions
 
@@ -88,22 +90,6 @@ def make_plan(
     sizing = size_run(cfg, gpu=gpu, gpus=gpus, gpus_per_node=gpus_per_node)
     seconds = step_seconds(sizing.chosen, gpu, network=network_gbs * 1e9)
     return Plan(sizing, gpu, network_gbs, peak(sizing.chosen), seconds)
-
-
-def largest_batch(setup: TrainingSetup, limit: float) -> int:
-    """Return the largest micro-batch with a peak of at most `limit` bytes; 0 if a sequence is too long."""
-
-    def fits(batch: int) -> bool:
-        cfg = replace(setup.cfg, optim=replace(setup.cfg.optim, batch_size=batch))
-        return sum(peak(replace(setup, cfg=cfg)).values()) <= limit
-
-    low, high = 0, 1
-    while fits(high) and high < 2**20:
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def alternatives(plan: Plan) -> dict[str, Plan]:
@@ -125,13 +111,8 @@ def changed_plan(plan: Plan, changes: Changes, gpu: Gpu | None = None) -> Plan |
     """Return the plan with other settings or another GPU; None if it is refused or does not fit."""
     try:
         cfg = config_from_dict(plan.sizing.requested.cfg.to_dict() | changes)
-        candidate = make_plan(
-            cfg,
-            gpu or plan.gpu,
-            gpus=plan.setup.gpus,
-            gpus_per_node=plan.setup.gpus_per_node,
-            network_gbs=plan.network_gbs,
-        )
+        cluster = {"gpus": plan.setup.gpus, "gpus_per_node": plan.setup.gpus_per_node}
+        candidate = make_plan(cfg, gpu or plan.gpu, **cluster, network_gbs=plan.network_gbs)
     except UserError:
         return None
     return candidate if candidate.fits else None

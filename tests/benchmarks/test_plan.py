@@ -385,7 +385,7 @@ def test_the_plan_chooses_and_refuses_as_training_does():
     batch, accumulation, gb = fit.groups()
     assert int(batch) * int(accumulation) * 8 == 64 and f"| fsdp_grad | {gb} " in text
     assert "sequences of 4096 tokens; 150.1 GB" in text
-    with pytest.raises(UserError, match="--global_batch_size 3: cannot be shared by 8 ranks; use 8"):
+    with pytest.raises(UserError, match=r"--global_batch_size 3 .*: cannot be shared by 8 ranks; use 64"):
         run(["--global_batch_size", "3", "--gpus", "7,8"])
     small = run(f"{flags} --gpu L40S --batch_size auto --global_batch_size 32 --gpus 1".split())
     assert "1 GPU: no fit: --batch_size 1 x 32 micro-batches; predicted" in small

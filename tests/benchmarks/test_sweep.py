@@ -94,7 +94,7 @@ def test_shipped_sweeps_are_whole(name, tmp_path):
         ("grid: {model: tiny-llama}", "", "with lists, such as precision"),
         ("grid: {precision: [fp7]}", "", "axis precision fp7: unknown variant"),
         ("grid: {gpus: [0]}", "", "--gpus 0: must be at least 1"),
-        ("grid: {gpus: [3]}", "--global_batch_size 16", "gpus3: --global_batch_size 16: "),
+        ("grid: {gpus: [3]}", "--global_batch_size 16", "gpus3: --global_batch_size 16 "),
         ("grid: {batch_size: [0]}", "", "batch0: --batch_size 0: must be at least 1"),
         ("grid: {model: [a/export, b/export]}", "", "have the folder name export"),
         ("grid: {batch_size: [1]}\nneeds: [dataset_name]", "", "needs --dataset_name"),

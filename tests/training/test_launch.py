@@ -51,7 +51,7 @@ def test_garbage_is_collected_again_once_libraries_are_loaded(monkeypatch):
         ("--model_name ./none", "--model_name ./none: there is no such folder"),
         ("--model_name tiny-lama", "--model_name tiny-lama: there is no such preset or folder; did you mean"),
         ("--init pretrained", "--init pretrained: the preset tiny-llama has no weights"),
-        ("--global_batch_size 7 --batch_size 2", "each of 1 rank has 7 sequences per step; use --batch_"),
+        ("--global_batch_size 7 --batch_size 2", "cannot be shared by 1 rank; use 8 sequences"),
         ("--grad_reduce_dtype fp8", "--grad_reduce_dtype fp8: one device exchanges no gradients"),
         ("--tokenizer_name /none", "--tokenizer_name /none: there is no such folder"),
         ("--dataset_name none.csv", "--dataset_name none.csv: no such file"),

@@ -30,11 +30,8 @@ CLEARLY_ABOVE = 1.1
 Changes = dict[str, Any]  # values by setting
 SHARDING_LESS = ("ddp", "fsdp_grad", "hsdp")  # than fsdp_full
 FULLY_SHARDED: Changes = {"sharding_mode": "fsdp_full", "hsdp_shard_size": None, "fp8_weights": False}
-OFFLOADED_ACTIVATIONS: Changes = {
-    "recompute": "layer",
-    "gradient_checkpointing": False,
-    "offload_activations": True,
-}
+RECOMPUTED: Changes = {"recompute": "layer", "gradient_checkpointing": False}
+OFFLOADED_ACTIVATIONS: Changes = RECOMPUTED | {"offload_activations": True}
 OFFLOADED_STATE: Changes = {"offload_optimizer": True, "moment_dtype": "fp8", "grad_reduce_dtype": "bf16"}
 # Settings that save memory and change numerics or need host memory. The first that fits is advised, on top
 # of `unchanged_numerics`.
@@ -99,12 +96,20 @@ def _shortage(sizing: Sizing) -> str:
 def way_out(sizing: Sizing) -> str:
     """Return the first way out that fits: settings of the table, more GPUs, or shorter sequences."""
     for changes, gpus in _ways_out(sizing):
-        candidate = resized(sizing, changes, gpus)
-        if candidate and candidate.fits and fits_host(candidate.chosen):
+        if candidate := _fitting(sizing, changes, gpus):
             more = f"{gpus} GPUs" if gpus != sizing.requested.gpus else ""
             flags = describe(sizing.requested, changes)
-            return f"use {' with '.join(filter(None, [more, flags]))} ({_needs(candidate)})"
+            needed = f"{(candidate.needed or resident_state(candidate.chosen)) / 1e9:.1f} GB"
+            if host := offloaded_bytes(candidate.chosen):
+                needed += f", and {host / 1e9:.0f} GB of host memory"
+            return f"use {' with '.join(filter(None, [more, flags]))} ({needed})"
     return "use a smaller model"
+
+
+def _fitting(sizing: Sizing, changes: Changes, gpus: int = 0) -> Sizing | None:
+    """Return the sizing with other settings or GPUs if it fits on GPU and host, else None."""
+    candidate = resized(sizing, changes, gpus)
+    return candidate if candidate and candidate.fits and fits_host(candidate.chosen) else None
 
 
 def _ways_out(sizing: Sizing) -> Iterator[tuple[Changes, int]]:
@@ -155,21 +160,12 @@ def resized(sizing: Sizing, changes: Changes, gpus: int = 0) -> Sizing | None:
     try:
         cfg = config_from_dict(request.cfg.to_dict() | changes)
         check_launch(cfg, gpus)
-        setup, _ = make_setup(
-            cfg,
-            request.model,
-            cfg.sharding.sharding_mode if gpus > 1 else request.mode,
-            gpus,
-            per_node,
-            sizing.free,
-            effective=request.effective,
-            predicted=predicted,
-        )
-        return (
-            choose_sizes(setup, sizing.free, sizing.gpu)
-            if predicted
-            else unpredicted_sizes(setup, sizing.free)
-        )
+        mode = cfg.sharding.sharding_mode if gpus > 1 else request.mode
+        precision = {"effective": request.effective, "predicted": predicted}
+        setup, _ = make_setup(cfg, request.model, mode, gpus, per_node, sizing.free, **precision)
+        if predicted:
+            return choose_sizes(setup, sizing.free, sizing.gpu)
+        return unpredicted_sizes(setup, sizing.free)
     except UserError:
         return None
 
@@ -185,15 +181,6 @@ def describe(request: TrainingSetup, changes: Changes) -> str:
     return " ".join(flags) + f" without {' and '.join(dropped)}" * bool(dropped)
 
 
-def _needs(sizing: Sizing) -> str:
-    per_gpu = sizing.needed or resident_state(sizing.chosen)
-    host = offloaded_bytes(sizing.chosen)
-    return f"{per_gpu / 1e9:.1f} GB" + f", and {host / 1e9:.0f} GB of host memory" * bool(host)
-
-
-# Host memory
-
-
 def fits_host(setup: TrainingSetup) -> bool:
     """True if offloaded state and activations fit in this node's memory."""
     return offloaded_bytes(setup) <= host_capacity(setup)
@@ -206,14 +193,12 @@ def refuse_small_host(sizing: Sizing) -> None:
         return
     names = [n for n in ("offload_optimizer", "offload_activations") if setup.cfg.to_dict()[n]]
     flags = dict.fromkeys(names, True) or {"sharding_mode": setup.mode}
+    way = "use more nodes" if setup.gpus > 1 else "drop it"
     for changes in HOST_WAYS_OUT:
-        candidate = resized(sizing, changes)
-        if candidate and candidate.fits and fits_host(candidate.chosen):
+        if candidate := _fitting(sizing, changes):
             needed = offloaded_bytes(candidate.chosen) / 1e9
             way = f"use {describe(sizing.requested, changes)} ({needed:.0f} GB)"
             break
-    else:
-        way = "use more nodes" if setup.gpus > 1 else "drop it"
     raise bad_setting(
         f"needs {offloaded_bytes(setup) / 1e9:.0f} GB of host memory per node, which has "
         f"{host_capacity(setup) / 1e9:.0f} GB beside what its processes need; {way}",

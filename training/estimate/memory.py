@@ -145,20 +145,16 @@ def host_state(setup: TrainingSetup) -> tuple[float, int]:
     the model's state over all nodes. DeepSpeed keeps FP32 masters, gradients and moments, and BF16 weights
     and gradients; with accumulation the latter are FP32 too. A save copies masters and moments.
     """
-    if setup.optimizer.offload:
-        return setup.offloaded_state * setup.gpus / setup.shards, 0
-    return 20 + 2 * (setup.accumulation > 1), 12
-
-
-def host_needs(setup: TrainingSetup) -> float:
-    """Return the bytes of host memory per node that offloaded state needs."""
-    kept, saving = host_state(setup)
-    return (kept + saving * setup.cfg.checkpoint.save_checkpoints) * setup.model.parameters / setup.nodes
+    if setup.sharding.offload:
+        return 20 + 2 * (setup.accumulation > 1), 12
+    return setup.offloaded_state * setup.gpus / setup.shards, 0
 
 
 def offloaded_bytes(setup: TrainingSetup) -> float:
     """Return the bytes of host memory per node that offloaded state and activations need."""
-    return (host_needs(setup) if setup.offloads_state else 0.0) + host_activations(setup)
+    kept, saving = host_state(setup)
+    per_parameter = kept + saving * setup.cfg.checkpoint.save_checkpoints
+    return per_parameter * setup.model.parameters / setup.nodes + host_activations(setup)
 
 
 def host_capacity(setup: TrainingSetup) -> float:

@@ -64,11 +64,6 @@ class TrainingSetup:
         return MODES[self.mode]
 
     @property
-    def offloads_state(self) -> bool:
-        """True if masters and moments are in host memory."""
-        return self.optimizer.offload or self.sharding.offload
-
-    @property
     def shards(self) -> int:
         """Number of parts of the optimizer state, one per GPU; 1 if every GPU has all of it."""
         if self.sharding.in_groups:

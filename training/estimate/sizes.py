@@ -7,11 +7,12 @@ that change numerics or need host memory are only suggested. This module must no
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp8_suite.core.errors import UserError, bad_setting, counted
+from fp8_suite.core.errors import bad_setting, counted
 from fp8_suite.core.gpus import REFERENCE_GPU, Gpu
 from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
@@ -28,6 +29,7 @@ RESERVED = 2e9
 HF_LEVELS = ("none", "mlp", "layer")  # levels of Hugging Face layers
 TIE = 1.001  # step times are as good as equal up to this ratio
 LARGEST_BATCH = 64  # sequences of a micro-batch that `auto` chooses
+SPLIT = ("batch_size", "gradient_accumulation_steps")  # settings that split the global batch
 
 # The global batch
 
@@ -45,36 +47,19 @@ def allowed_batches(optim: OptimConfig, ranks: int) -> list[int]:
         return [optim.batch_size]
     if total is None:
         total, accumulation = global_batch(optim, ranks), None
-    if total % ranks:
-        reason = f"cannot be shared by {counted(ranks, 'rank')}; use {_nearest_multiple(total, ranks)}"
-        raise bad_setting(reason, global_batch_size=total)
+    fixed = {name: value for name in SPLIT if (value := getattr(optim, name)) not in (None, AUTO)}
+    unit = ranks * math.prod(fixed.values())  # sequences that the ranks take at once
+    is_exact = len(fixed) == len(SPLIT)
+    if total % unit or (is_exact and total != unit):
+        nearest = unit if is_exact else max(1, round(total / unit)) * unit
+        reason = f"cannot be shared by {counted(ranks, 'rank')}; use {nearest} sequences per step"
+        raise bad_setting(reason, global_batch_size=total, **fixed)
     share = total // ranks
-    sizes = range(min(share, LARGEST_BATCH), 0, -1) if optim.batch_size == AUTO else [optim.batch_size]
-    if optim.batch_size == AUTO and accumulation:
-        sizes = [share // accumulation]
-    allowed = [size for size in sizes if size and share % size == 0]
-    if not allowed or (accumulation and allowed[0] * accumulation != share):
-        raise _no_batch(optim, ranks, share)
-    return allowed
-
-
-def _no_batch(optim: OptimConfig, ranks: int, share: int) -> UserError:
-    """Return the error of settings that cannot split a rank's `share` of the global batch."""
-    names = ("global_batch_size", "batch_size", "gradient_accumulation_steps")
-    fixed = {name: value for name in names if (value := getattr(optim, name)) not in (None, AUTO)}
-    if len(fixed) == len(names):
-        product = optim.batch_size * optim.gradient_accumulation_steps * ranks
-        reason = f"the last two give {product} on {counted(ranks, 'rank')}; drop one of them"
-        return bad_setting(reason, **fixed)
-    name, size = list(fixed.items())[1]
-    divisor = min((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - size))
-    total = _nearest_multiple(optim.global_batch_size, size * ranks)
-    reason = f"each of {counted(ranks, 'rank')} has {share} sequences per step"
-    return bad_setting(f"{reason}; use --{name} {divisor}, or --global_batch_size {total}", **fixed)
-
-
-def _nearest_multiple(number: int, unit: int) -> int:
-    return max(1, round(number / unit)) * unit
+    if optim.batch_size != AUTO:
+        return [optim.batch_size]
+    if accumulation:
+        return [share // accumulation]
+    return [size for size in range(min(share, LARGEST_BATCH), 0, -1) if share % size == 0]
 
 
 def with_sizes(cfg: Config, ranks: int, batch: int | None = None, recompute: str = "none") -> Config:

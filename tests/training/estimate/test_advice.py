@@ -144,7 +144,7 @@ def test_a_host_too_small_for_offloaded_state_is_refused(where, settings, needed
     flags = {"sharding_mode": where[1]} if len(where) > 2 else {}
     flags |= {} if deepspeed else {"offload_optimizer": True}
     setup = setup_of(*where[:3], optimizer=optimizer, shape=False, **flags | settings)
-    assert memory.host_needs(setup) / 1e9 == pytest.approx(needed, abs=0.5)
+    assert memory.offloaded_bytes(setup) / 1e9 == pytest.approx(needed, abs=0.5)
     sizing = unpredicted_sizes(setup, 5e9 if deepspeed else 1e12)
     if way_out is None:
         return advice.refuse_small_host(sizing)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -60,36 +59,20 @@ def test_accumulation_follows_from_the_global_batch(settings, ranks, expected):
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks", "message"),
+    ("settings", "ranks", "nearest"),
     [
-        ({"global_batch_size": 50}, 4, "--global_batch_size 50: cannot be shared by 4 ranks; use 48"),
-        ({"global_batch_size": 3}, 4, "--global_batch_size 3: .*; use 4"),
-        (
-            {"global_batch_size": 100},
-            2,
-            "--global_batch_size 100 --batch_size 8: each of 2 ranks has 50 sequences per step; use "
-            "--batch_size 10, or --global_batch_size 96",
-        ),
-        (
-            {"global_batch_size": 64, "gradient_accumulation_steps": 3} | AUTO,
-            2,
-            "--global_batch_size 64 --gradient_accumulation_steps 3: each of 2 ranks has 32 sequences per "
-            "step; use --gradient_accumulation_steps [24], or --global_batch_size 66",
-        ),
-        (
-            {"global_batch_size": 64, "gradient_accumulation_steps": 3},
-            2,
-            "--global_batch_size 64 --batch_size 8 --gradient_accumulation_steps 3: the last two give 48 on "
-            "2 ranks; drop one of them",
-        ),
+        ({"global_batch_size": 50, "batch_size": 1}, 4, 48),
+        ({"global_batch_size": 3} | AUTO, 4, 4),
+        ({"global_batch_size": 100}, 2, 96),
+        ({"global_batch_size": 64, "gradient_accumulation_steps": 3} | AUTO, 2, 66),
+        ({"global_batch_size": 64, "gradient_accumulation_steps": 3}, 2, 48),
     ],
 )
-def test_a_batch_that_cannot_be_split_is_refused_with_the_nearest_that_can(settings, ranks, message):
-    with pytest.raises(UserError, match=f"^{message}$") as error:
+def test_a_batch_that_cannot_be_split_is_refused_with_the_nearest_that_can(settings, ranks, nearest):
+    with pytest.raises(UserError, match=f"cannot be shared by {ranks} ranks; use {nearest} ") as error:
         with_sizes(config_from_dict(settings), ranks)
     assert error.value.exit_code == EXIT_BAD_SETTING
-    for flag, value in re.findall(r"use (?:.* or )?--(\w+) (\d+)", str(error.value)):
-        with_sizes(config_from_dict(settings | {flag: value}), ranks)
+    with_sizes(config_from_dict(settings | {"global_batch_size": nearest}), ranks)
 
 
 # The choice

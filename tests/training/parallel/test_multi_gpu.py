@@ -283,7 +283,7 @@ def test_a_global_batch_is_kept_on_other_ranks_and_accumulation_follows(tmp_path
     )
     assert "--global_batch_size 12 there, 6 here" in other
     uneven = refused(start(tmp_path / "uneven", "--global_batch_size 7"))
-    assert "--global_batch_size 7: cannot be shared by 2 ranks; use 8" in uneven
+    assert "cannot be shared by 2 ranks; use 8 sequences" in uneven
 
 
 # Signals
