@@ -17,7 +17,11 @@ from fp8_suite.core.patches import PARAMETERS_ON_META
 from fp8_suite.core.recipes import LM_HEAD_RECIPE
 from fp8_suite.te_models.kernels.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
 from fp8_suite.te_models.kernels.loss_fp8 import linear_cross_entropy_fp8
-from fp8_suite.te_models.kernels.packed_attention import install_packed_attention, sequence_boundaries
+from fp8_suite.te_models.kernels.packed_attention import (
+    ATTENTION_NAME,
+    install_packed_attention,
+    sequence_boundaries,
+)
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.spec import tied_names
 from fp8_suite.te_models.weights import Gather
@@ -99,7 +103,7 @@ class HFCausalLM(nn.Module):
     def attention(self) -> str:
         """Name of the attention in use, for the run's records."""
         reason = self.attention_fallback
-        return self.model.config._attn_implementation if reason is None else f"transformers' own ({reason})"
+        return ATTENTION_NAME if reason is None else f"transformers' own ({reason})"
 
     @property
     def has_router_loss(self) -> bool:

@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from fp8_suite.te_models.kernels import flash_attention
 from torch import Tensor, nn
 
-ATTENTION_NAME, FLASH_4_NAME = "packed_causal", "packed_causal_flash_4"
+ATTENTION_NAME = "packed_causal"
+FLASH_4_NAME = "packed_causal_4"  # transformers loads kernels of its own for names with "flash"
 PROBE_NAME = "packed_causal_probe"
 # Arguments of attention functions that `hf_attention` supports, or that do not affect causal attention.
 SUPPORTED_ARGUMENTS = {"dropout", "is_causal", "scaling", "position_ids", "cache_position", "use_cache"}

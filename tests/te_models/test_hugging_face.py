@@ -214,6 +214,12 @@ def test_known_families_use_every_parameter(model_type):
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_flash_attention_4_is_installed_under_a_name_that_transformers_does_not_load():
+    model = build("llama")
+    model.choose_attention(torch.device("cpu"), torch.float32, flash_4=True)
+    assert model.attention == ATTENTION_NAME
+
+
 # Refusal of leaking packing
 
 
