@@ -97,13 +97,11 @@ def write_run(
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(PROG, __doc__)
     parser.add_argument("--model_name", metavar="PRESET", required=True, help="model in te_models/presets.py")
-    parser.add_argument(
-        "--max_seq_length", type=int, default=8192, metavar="N", help="tokens (default: 8192)"
-    )
-    parser.add_argument("--batch_size", type=int, default=1, metavar="N", help="sequences (default: 1)")
+    sizes = {"max_seq_length": (8192, "tokens"), "batch_size": (1, "sequences"), "steps": (16, "steps")}
+    for name, (default, noun) in sizes.items():
+        shown = f"{noun} (default: {default})"
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=shown)
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
-    steps = f"steps, of which the first {WARMUP_STEPS} are not measured (default: 16)"
-    parser.add_argument("--steps", type=int, default=16, metavar="N", help=steps)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
     parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder for the run folder")
     arguments = parser.parse_args(argv)

@@ -14,7 +14,6 @@ from fp8_suite.benchmarks.report.judge import LINES, Line, Result, answer, judge
 from fp8_suite.benchmarks.report.tables import Table, make_table, markdown, provenance, report_tables
 from fp8_suite.core.files import replace_file, to_json
 
-FEW_LOSSES = 100
 Records = dict[str, RunRecord]  # by name of the run
 
 
@@ -107,18 +106,12 @@ def _notes_on_losses(results: dict[str, Result], records: Records) -> list[str]:
     if moved := [100 * gap for run in repeated if (gap := gaps.final_gap(run, reference)) is not None]:
         span = f"{min(moved):+.2f} to {max(moved):+.2f} %"
         notes.append(f"Another seed moves the reference's own training loss by {span}.")
-    count = len(reference.series("train/loss"))
-    if count < FEW_LOSSES:
-        mean_of = max(1, count // 10)
-        notes.append(f"Only {count} losses were logged, so means of the last 10 % are over {mean_of}.")
     epochs = [epoch for _, epoch in reference.series("train/epoch")]
     if epochs and epochs[-1] > 1:
         notes.append(
             f"The runs trained for {epochs[-1]:.1f} epochs. After the first, the training loss also measures "
             "memorisation, in which precisions differ more: compare the evaluation losses."
         )
-    if gaps.initial_loss(reference) is None:
-        notes.append("No evaluation before the first step shows that the initial weights are equal.")
     return notes
 
 

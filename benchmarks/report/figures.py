@@ -6,10 +6,11 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Sequence
+from statistics import quantiles
 from typing import Any, NamedTuple
 
 from fp8_suite.benchmarks.records.runs import DEFAULT, WORK, RunRecord, Series
-from fp8_suite.benchmarks.report.gaps import Comparison, loss_gap, smooth
+from fp8_suite.benchmarks.report.gaps import Comparison, loss_gap, repeats, smooth
 from fp8_suite.benchmarks.report.judge import Judgement, Result, judge_all
 from fp8_suite.benchmarks.report.tables import Columns, labels, metric_columns, read_value
 from matplotlib.axes import Axes
@@ -30,7 +31,6 @@ STYLE = {
 MAX_POINTS = 800  # per curve
 LABEL_WIDTH = 44  # characters per line of a label
 FEW = 10  # curves with fewer points get markers
-SPIKE = 10  # the gap's axis ends at this multiple of the widest curve's 75th percentile
 
 FP8_METRIC = re.compile(r"fp8/(?:.*\.)?layers\.(\d+)\.(.+)/(activation|weight|gradient)/(\w+)")
 SHARES = ("underflow", "overflow")  # drawn on a linear colour scale, other statistics on a logarithmic one
@@ -196,33 +196,23 @@ def draw_losses(runs: list[RunRecord]) -> Figure:
 
 def draw_gap(runs: list[RunRecord], losses: Comparison) -> Figure:
     """Draw the gaps of the smoothed training losses to the baselines'; colours as in the other figures."""
-    baselines = {id(run): baseline for run, baseline in losses.pairs}
+    # Other seeds of the reference would hide the gaps: they move by percents.
+    pairs = [pair for pair in losses.pairs if not repeats(pair[0], losses.reference)] or losses.pairs
+    baselines = {id(run): baseline for run, baseline in pairs}
     several = any(baseline is not losses.reference for baseline in baselines.values())
     names = _names(labels(runs))
     figure, axes = _step_axes(names, f"loss relative to {'the baseline' if several else 'the reference'}")
-    curves = []
+    settled = [0.0]  # gaps after the first tenth of the steps, where losses fall fast
     axes.axhline(0.0, color="black", linewidth=1)
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         if id(run) in baselines and (gap := loss_gap(run, baselines[id(run)])):
             _plot(axes, thin(gap), **style(i), **_markers(gap), label=name)
-            curves.append(gap)
-    _fit_gaps(axes, curves)
+            settled += [value for _, value in gap[len(gap) // 10 :]]
+    low, *_, high = quantiles(settled * 2, n=100)
+    margin = 0.3 * (high - low) or 1e-4  # the axis clips spikes
+    axes.set_ylim(min(low, 0.0) - margin, max(high, 0.0) + margin)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     return _add_legend(figure, axes)
-
-
-def _fit_gaps(axes: Axes, curves: list[Series]) -> None:
-    """Fit the y axis to 0 and the curves.
-
-    It ignores spikes (see SPIKE), the first tenth of the steps, where losses fall fast, and the last
-    twentieth, where the moving average has few values.
-    """
-    settled = [[gap for _, gap in c[len(c) // 10 : len(c) - len(c) // 20]] for c in curves]
-    sizes = [sorted(map(abs, curve)) for curve in settled]
-    most = SPIKE * max((size[3 * len(size) // 4] for size in sizes), default=0.0) or math.inf
-    gaps = [0.0, *(max(-most, min(gap, most)) for curve in settled for gap in curve)]
-    margin = 0.08 * (max(gaps) - min(gaps)) or 1e-4
-    axes.set_ylim(min(gaps) - margin, max(gaps) + margin)
 
 
 # Panels of the scaling figures.

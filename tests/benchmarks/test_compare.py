@@ -414,12 +414,6 @@ def test_bad_input_is_one_line(tmp_path, capsys, flags, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_s_own_folder_is_refused(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").touch()
-    assert main(["--variants", "bf16", "--output_dir", str(tmp_path)]) == 2
-    assert f"--output_dir {tmp_path}: holds a training run" in capsys.readouterr().err
-
-
 def test_the_documented_command_works(tmp_path):
     page = (ROOT / "docs" / "compare.md").read_text()
     args, training = parse(shlex.split(page.split("```")[1].replace("\\\n", " "))[3:])

@@ -17,7 +17,7 @@ from fp8_suite.benchmarks.records.launch import (
     launch,
     to_flags,
 )
-from fp8_suite.benchmarks.records.variants import VARIANTS, given_settings, parse_variants, run_config
+from fp8_suite.benchmarks.records.variants import VARIANTS, parse_variants, run_config
 from fp8_suite.core.errors import EXIT_IN_USE, EXIT_INTERRUPTED, UserError
 from fp8_suite.training.config import config_from_dict, parse_config
 
@@ -59,13 +59,6 @@ def test_a_value_may_hold_commas(tmp_path):
     cfg = run_config(delayed.settings, tmp_path / "runs" / delayed.folder_name)
     assert (cfg.precision.precision_map, cfg.precision.fp8_margin) == ("layers.0=bf16,layers.1=bf16", 1)
     assert Path(cfg.checkpoint.output_dir).parent == tmp_path / "runs"
-
-
-def test_flags_win_over_the_file_and_variants_over_both(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("log_interval: 7\nbatch_size: 3\nmixed_precision: fp8\n")
-    given = given_settings(f"--config {file} --batch_size 5".split(), "p")
-    assert given == {"log_interval": 7, "batch_size": "5"}
 
 
 def test_a_command_line_restores_the_settings():

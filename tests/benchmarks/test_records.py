@@ -1,6 +1,5 @@
 """Run records: from run folders, whole, crashed and damaged, and from the table of recorded runs."""
 
-import json
 import math
 
 import pytest
@@ -90,16 +89,6 @@ def test_hours_of_an_unfinished_run_come_from_its_wall_time(tmp_path, kept, hour
     (folder / "wall_time.json").write_text(kept)
     run = read_run(folder)
     assert tuple(map(run.value, ("runtime_seconds", "gpu_hours", "node_hours"))) == hours
-
-
-def test_a_run_of_older_code_is_readable(tmp_path):
-    summary = {k: v for k, v in SUMMARY.items() if k not in ("gpus", "world_size", "sharding_mode")}
-    folder = write_run(tmp_path / "old", losses=[3.0], summary=summary, environment=ENVIRONMENT)
-    config = json.loads((folder / "settings.json").read_text())
-    del config["overlong"]
-    (folder / "settings.json").write_text(json.dumps(config | {"retired_flag": 1}))
-    run = read_run(folder)
-    assert (run.gpus, run.mode, run.ranks, run.setting("overlong")) == (1, "single", 1, "drop")
 
 
 def test_a_precision_map_is_named_by_the_recipes_that_ran(tmp_path):
@@ -203,12 +192,3 @@ def test_two_runs_of_one_name_are_refused_instead_of_losing_one(tmp_path, capsys
     assert add.main([*folders, "--study", "both", "--table", str(table)]) == 2
     assert f"--study both: {tmp_path}/1b/bf16 and {tmp_path}/8b/bf16 have one name" in capsys.readouterr().err
     assert not table.exists()
-
-
-def test_a_damaged_table_is_named_and_kept(tmp_path, capsys):
-    write_run(tmp_path / "bf16")
-    table = tmp_path / "runs.jsonl.gz"
-    table.write_text("not gzip")
-    assert add.main([str(tmp_path / "bf16"), "--study", "mine", "--table", str(table)]) == 2
-    assert f"--table {table}: cannot be read (Not a gzipped file" in capsys.readouterr().err
-    assert table.read_text() == "not gzip"

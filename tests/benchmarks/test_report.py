@@ -22,9 +22,9 @@ from fp8_suite.benchmarks.report.figures import (
     scaling,
     thin,
 )
-from fp8_suite.benchmarks.report.judge import LINES, judge_all, lines_of
+from fp8_suite.benchmarks.report.judge import judge_all
 from fp8_suite.benchmarks.report.main import main, read_all, upload, write
-from fp8_suite.benchmarks.report.tables import make_table, report_tables
+from fp8_suite.benchmarks.report.tables import report_tables
 from fp8_suite.training.tracking.settings import LogConfig
 
 from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, append, rated, trained, write_run
@@ -57,13 +57,6 @@ def test_several_runs_need_an_output_folder_for_figures(tmp_path, capsys):
     assert is_png(tmp_path / "new" / "report" / "loss.png") and not (tmp_path / "runs/a/loss.png").exists()
     assert main([str(tmp_path / "runs"), "--use_wandb"]) == 2
     assert capsys.readouterr().err.startswith("error: --use_wandb: several runs need --output_dir")
-
-
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, capsys):
-    folders = [write_run(tmp_path / folder / "bf16", losses=[2.0, 1.0]) for folder in ("1b", "8b")]
-    assert main([str(folder) for folder in folders]) == 0
-    printed = capsys.readouterr().out
-    assert all(f"- {folder}: " in printed for folder in folders)
 
 
 def test_a_study_of_the_table_is_reported_like_run_folders(tmp_path, capsys):
@@ -257,21 +250,6 @@ def test_the_overview_of_runs_that_are_not_timed_shows_gaps_only(tmp_path, chang
     assert "tokens/s" not in report_tables(runs)["runs"].headings
 
 
-@pytest.mark.parametrize(
-    ("losses", "low", "high"),
-    [
-        ([4.0] * 3 + [2.02] * 195 + [6.0] * 2, 0.01, 0.02),  # neither start nor end
-        ([2.02] * 100 + [4e5] + [2.01] * 99, 0.01, 0.2),  # a spike
-        ([2.1] * 200, 0.05, 0.06),  # far off all the time is no spike
-    ],
-)
-def test_the_gap_s_axis_fits_what_is_settled(tmp_path, losses, low, high):
-    reference, close = trained(tmp_path / "a", [2.0] * 200), trained(tmp_path / "b", [2.002] * 200, "delayed")
-    runs = [reference, close, trained(tmp_path / "c", losses, "delayed")]
-    (axes,) = draw_gap(runs, gaps.compare_losses(runs, reference)).axes
-    assert low < axes.get_ylim()[1] < high
-
-
 def test_each_gap_is_drawn_against_its_own_baseline(tmp_path):
     te, hf = trained(tmp_path / "bf16", [2.0]), trained(tmp_path / "bf16_hf", [4.0])
     runs = [te, hf, trained(tmp_path / "tensorwise", [4.4], "tensorwise")]
@@ -422,16 +400,6 @@ def test_text_of_run_folders_stays_text(tmp_path):
     assert any(folders[0].name in text for text in page.texts)
 
 
-def test_emulated_runs_are_named_and_show_no_speed(tmp_path):
-    summary, environment = SUMMARY | {"emulated": True}, ENVIRONMENT | {"emulated": True}
-    about = {"losses": [3.0], "summary": summary, "environment": environment}
-    folders = [write_run(tmp_path / f"{n}", max_seq_length=n, **about) for n in (512, 1024)]
-    page, _ = reported(tmp_path, *folders)
-    text = " ".join(page.texts)
-    assert "Emulated: 512, 1024." in text and "14,376" not in text and "74.8%" not in text
-    assert {"speed", "coverage", "fp8"}.isdisjoint(page.ids), "empty sections"
-
-
 # W&B, offline
 
 
@@ -463,18 +431,6 @@ def test_a_report_on_wandb_is_a_run_of_the_group_with_tables_figures_and_page(tm
         assert text.encode() in written, text
     assert (folder / "wandb_id.txt").read_text() == "of-training", "the W&B run of the training stays another"
     assert "WARNING" not in capsys.readouterr().err
-
-
-def test_a_verdict_on_wandb_has_a_row_per_variant(tmp_path, offline):
-    (tmp_path / "report.html").touch()
-    runs = [trained(tmp_path / "bf16", [2.0]), trained(tmp_path / "delayed", [2.1], "delayed")]
-    lines = lines_of(judge_all(gaps.compare_losses(runs, runs[0])), lambda run: run.name)
-    tables, config = {"verdict": make_table(LINES, lines)}, {"max_loss_gap_percent": 0.5}
-    assert upload(tmp_path, LogConfig(use_wandb=True), tables, [], config)
-    wandb.teardown()
-    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    for text in (f"{tmp_path.name}-verdict", "report/verdict", "INCONCLUSIVE", "max_loss_gap_percent"):
-        assert text.encode() in written, text
 
 
 def test_a_report_outlives_a_failure_of_wandb(tmp_path, capsys, monkeypatch):
