@@ -76,14 +76,15 @@ class Section:
 
 
 def nearest(name: Any, candidates: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the candidate of initials `name` (lr), else of the closest spelling.
+    """Return "; did you mean ...?" with the candidate of the initials (lr), start or closest spelling.
 
-    Case does not matter. The cutoff of 0.7 finds --model_name for --model.
+    Case does not matter.
     """
     typed = str(name).lower()
     by_spelling = {candidate.lower(): candidate for candidate in candidates}
     initials = {"".join(word[:1] for word in c.lstrip("-").split("_")): c for c in reversed(by_spelling)}
     close = [initials[short]] if (short := typed.lstrip("-")) in initials and short else []
+    close += [candidate for candidate in by_spelling if short and candidate.startswith(typed)]
     close += difflib.get_close_matches(typed, by_spelling, n=1, cutoff=0.7)
     return f"; did you mean {by_spelling[close[0]]!r}?" if close else ""
 

@@ -213,8 +213,8 @@ def config_from_dict(values: dict[str, Any]) -> Config:
     return Config(**{s: SECTIONS[s](**SECTIONS[s].completed(v)) for s, v in sections.items()})
 
 
-# Settings in files of earlier runs that this version no longer has -> the values that mean what it does now;
-# none: any value, as results do not depend on it.
+# Settings that only earlier versions have -> the values that mean what this one does. None: results
+# do not depend on it, so a recorded run may have any. A user's file may not: it would be ignored.
 REMOVED_SETTINGS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("wandb_mode", "wandb_tags", "wandb_group", "weights_cache_dir", "data_cache_dir"), ()),
     **dict.fromkeys(("dataset_messages_field", "dataset_prompt_field", "dataset_completion_field"), (None,)),
@@ -226,11 +226,13 @@ REMOVED_SETTINGS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def drop_removed(settings: dict[str, Any]) -> dict[str, Any]:
-    """Drop removed settings of a recorded run. UserError for a value that this version cannot run."""
+def drop_removed(settings: dict[str, Any], *, recorded: bool = True) -> dict[str, Any]:
+    """Drop removed settings of a `recorded` run, or of a user's file. UserError for a value that matters."""
     for name, values in REMOVED_SETTINGS.items():
-        if values and settings.get(name, values[0]) not in values:
-            raise bad_setting("removed from this version; drop it", **{name: settings[name]})
+        allowed = values or ((settings.get(name) if recorded else None),)
+        if settings.get(name, allowed[0]) not in allowed:
+            way_out = "drop it (CHANGELOG.md has its replacement)"
+            raise bad_setting(f"removed from this version; {way_out}", **{name: settings[name]})
     return {name: value for name, value in settings.items() if name not in REMOVED_SETTINGS}
 
 
@@ -308,7 +310,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def load_config_file(path: str) -> dict[str, Any]:
     """Read flat settings from a YAML file or a run's settings.json. UserError names the file."""
     try:
-        loaded = drop_removed(read_yaml_settings(path))
+        loaded = drop_removed(read_yaml_settings(path), recorded=Path(path).name == "settings.json")
     except UserError as error:
         raise error if "config" in error.flags else bad_setting(str(error), config=path) from None
     if loaded.get("global_batch_size") and loaded.keys() >= all_settings().keys():

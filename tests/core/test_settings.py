@@ -47,7 +47,7 @@ def test_flags_set_fields_of_frozen_sections(monkeypatch):
         *(("--model x", "--model_name"), ("--no_such_flag", ""), ("--adamw", ""), ("--gpus", "")),
         *(("surprise", ""), ("--batch_size", "")),
         *(("--fp8_scenario mxfp", "mxfp8"), ("--fp8_scenario MXFP8", "mxfp8"), ("--moment_dtype FP8", "fp8")),
-        ("--sharding_mode fsdp_offload", ""),
+        *(("--sharding_mode fsdp_offload", ""), ("--sharding_mode fsdp", "fsdp_full")),
     ],
 )
 def test_an_unknown_word_is_answered_with_the_nearest(argv, nearest):
@@ -211,7 +211,7 @@ def test_what_a_run_chooses_at_its_start_is_open_until_then(tmp_path):
     assert parse("--config", str(tmp_path / "run.yaml")).optim.gradient_accumulation_steps == 2
 
 
-def test_settings_of_earlier_runs_that_were_removed_are_read_if_they_mean_the_same(tmp_path):
+def test_removed_settings_are_read_if_they_mean_the_same_and_never_ignored_in_a_users_file(tmp_path):
     path = tmp_path / "settings.json"
     for name, values in REMOVED_SETTINGS.items():
         assert name not in all_settings()
@@ -222,6 +222,10 @@ def test_settings_of_earlier_runs_that_were_removed_are_read_if_they_mean_the_sa
             with pytest.raises(UserError) as refused:
                 drop_removed({name: "another value"})
             assert refused.value.flags == {name}
+        (tmp_path / "run.yaml").write_text(f"{name}: offline")  # would be uploaded if wandb_mode were ignored
+        with pytest.raises(UserError) as refused:
+            load_config_file(str(tmp_path / "run.yaml"))
+        assert "config" in refused.value.flags
 
 
 def test_only_settings_that_are_not_resumable_count_as_changed():
