@@ -36,10 +36,9 @@ class LoaderState:
 class Loader:
     """Iterable over this rank's micro-batches from the position of its `state` to the end of the epoch.
 
-    Workers continue into the
-    next epoch; abandoning an epoch early ends them. With `restart` (evaluation), every iteration starts at
-    the first bin of epoch 0. `identity` (JSON-serializable) identifies the data: a saved position is valid
-    only for the same identity.
+    Workers continue into the next epoch; abandoning an epoch early ends them. With `restart` (evaluation),
+    every iteration starts at the first bin of epoch 0. `identity` (JSON-serializable) identifies the data: a
+    saved position is valid only for the same identity.
     """
 
     def __init__(

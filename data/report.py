@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from fp8_suite.core.errors import counted
 from fp8_suite.data.order import Stored, Stream
@@ -77,9 +75,6 @@ class DataReport:
             share = f"{dropped:,} of {counted(self.rows, 'row')}{scope} dropped ({dropped / self.rows:.1%})"
             return [f"WARNING: {share}: {shown}"]
         return [f"rows dropped: {shown}"] if shown else []
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def report_on(split: Split, selection: Selection, source: Stored | Stream) -> DataReport:

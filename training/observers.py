@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 import time
+from dataclasses import asdict
 from typing import Any
 
 from fp8_suite.core.errors import EXIT_FAILED, UserError
@@ -163,7 +164,7 @@ def open_environment(prepared: PreparedRun, loaders: Loaders, *, takes_steps: bo
         "nodes": strategy.num_nodes,
         "hosts": sorted(set(ranks.gather(platform.node()))),
         "data": {  # includes the system prompt
-            name: redacted(report.as_dict()) if report else None
+            name: redacted(asdict(report)) if report else None
             for name, report in (("train", loaders.report), ("eval", loaders.eval_report))
         },
     }

@@ -43,13 +43,10 @@ class Columns(NamedTuple):
 
 
 def choose_columns(cfg: DataConfig, names: list[str], examples: Iterable[Row]) -> Columns:
-    """Return the column of --dataset_text_field, else the first match in KNOWN_COLUMNS; UserError if none.
-
-    `examples` are rows of the data set.
-    """
-    kind, fields = named_column(cfg, names, examples) or known_columns(cfg, names)
+    """Return the column of --dataset_text_field, else the first match in KNOWN_COLUMNS; UserError if none."""
+    kind, fields = find_columns(cfg, names, examples)
     if kind == "text":
-        shown = f"{fields[0]} (plain text)" + not_used(names, fields)
+        shown = f"{fields[0]} (plain text){not_used(names, fields)}"
         return Columns(partial(rows.text, *fields), chat=False, system="", shown=shown, tools=False)
     # The default system prompt is about math problems, so other data gets only an explicit one.
     is_math = kind == "pairs" and fields[0] == MATH_PROMPT
@@ -67,27 +64,19 @@ def choose_columns(cfg: DataConfig, names: list[str], examples: Iterable[Row]) -
     return Columns(to_sample, chat=True, system=system, shown=shown, tools=TOOLS in names)
 
 
-def named_column(cfg: DataConfig, names: list[str], examples: Iterable[Row]) -> tuple[str, tuple] | None:
-    """Return (kind, columns) of --dataset_text_field, None without it. UserError if it does not exist."""
-    if (field := cfg.dataset_text_field) is None:
-        return None
-    if field not in names:
-        reason = f"no such column in --dataset_name {cfg.dataset_name}; it has {', '.join(names) or 'none'}"
-        raise bad_setting(reason, dataset_text_field=field)
-    first = next((row[field] for row in examples if row.get(field)), "")
-    return "chats" if rows.is_objects(first) else "text", (field,)
-
-
-def known_columns(cfg: DataConfig, names: list[str]) -> tuple[str, tuple[str, ...]]:
-    """Return the first entry of KNOWN_COLUMNS whose columns all exist; UserError if there is none."""
+def find_columns(cfg: DataConfig, names: list[str], examples: Iterable[Row]) -> tuple[str, tuple[str, ...]]:
+    """Return the kind and the columns to train on; UserError if there are none."""
+    if (field := cfg.dataset_text_field) is not None:
+        if field not in names:
+            raise bad_setting(f"no such column; the data has {', '.join(names)}", dataset_text_field=field)
+        first = next((row[field] for row in examples if row.get(field)), "")
+        return "chats" if rows.is_objects(first) else "text", (field,)
     for kind, fields in KNOWN_COLUMNS:
         if set(fields) <= set(names):
             return kind, fields
-    raise bad_setting(
-        "no chat, prompt/answer or text columns found; rename them to messages, prompt and completion, or "
-        f"text (columns: {', '.join(names) or 'none'})",
-        dataset_name=cfg.dataset_name,
-    )
+    way_out = "rename them to messages, prompt and completion, or text"
+    reason = f"no chat, prompt/answer or text columns among {', '.join(names)}"
+    raise bad_setting(f"{reason}; {way_out}", dataset_name=cfg.dataset_name)
 
 
 def shown_system(system: str, columns: list[str]) -> str:

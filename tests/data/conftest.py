@@ -48,14 +48,17 @@ def build(cache, tokenizer):
 
 @pytest.fixture
 def load(build, tmp_path):
-    """Function that builds unpacked loaders from one file, optionally in a folder."""
+    """Function that builds unpacked loaders from one file, or from a folder of files by name."""
 
-    def load(contents: bytes, name="train.jsonl", *, folder=False, **settings):
-        path = tmp_path / "set" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(contents)
+    def load(contents: bytes | dict[str, bytes], name="train.jsonl", *, folder=False, **settings):
+        path = tmp_path / "set"
+        path.mkdir(exist_ok=True)
+        files = contents if isinstance(contents, dict) else {name: contents}
+        for file, content in files.items():
+            (path / file).write_bytes(content)
+        is_folder = folder or files is contents
         settings = {"split_name": "train", "packing": False} | settings
-        return build(dataset_name=str(path.parent if folder else path), **settings)
+        return build(dataset_name=str(path if is_folder else path / name), **settings)
 
     return load
 

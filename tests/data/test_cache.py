@@ -40,9 +40,7 @@ def test_cache_folder_that_cannot_be_created_is_refused(load, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
-@pytest.mark.parametrize(
-    "processes", [0, 1, 2]
-)  # tokenization processes; 0: the error occurs when rows are stored
+@pytest.mark.parametrize("processes", [0, 1, 2])  # that tokenize; 0: the error occurs when rows are stored
 def test_unwritable_cache_is_reported(build, load, stored, cache, monkeypatch, number, processes):
     def write_table(*_):
         raise OSError(number, os.strerror(number), *([f"{cache}/file"] if number in NOT_WRITABLE else []))
@@ -58,12 +56,7 @@ def test_unwritable_cache_is_reported(build, load, stored, cache, monkeypatch, n
 @pytest.mark.parametrize("keep", [0.0, 0.5, "a batch"])
 def test_truncated_token_files_are_recreated(load, build, tmp_path, cache, caplog, keep, processes):
     contents = json_lines(*[{"text": f"row {i}"} for i in range(2500)])
-    whole = load(contents, num_proc=processes).train.identity
-    settings = {
-        "dataset_name": str(tmp_path / "set" / "train.jsonl"),
-        "split_name": "train",
-        "packing": False,
-    }
+    complete = load(contents, num_proc=processes).train.identity
     file = sorted(cache.glob("tokenize_*/cache-*.arrow"))[-1]
     written = file.read_bytes()
     if keep == "a batch":
@@ -74,7 +67,9 @@ def test_truncated_token_files_are_recreated(load, build, tmp_path, cache, caplo
         assert len(Dataset.from_file(str(file))) == 1000, "read without an error"
     else:
         file.write_bytes(written[: int(keep * len(written))])
-    assert build(**settings, num_proc=processes).train.identity == whole
+    path = str(tmp_path / "set" / "train.jsonl")
+    loaders = build(dataset_name=path, split_name="train", packing=False, num_proc=processes)
+    assert loaders.train.identity == complete
     assert caplog.text.count(f"{file}: truncated, deleting it; its rows are tokenized again") == 1
     assert file.read_bytes() == written
 

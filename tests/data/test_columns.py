@@ -69,8 +69,8 @@ def test_all_chat_formats_are_read(row, settings):
     assert convert(row, **settings) == {"messages": CHAT}
     begun = [{"role": "system", "content": "Own."}, *CHAT]
     assert convert({"messages": begun}, system_prompt="Be short.") == {"messages": begun}
-    given = convert(row, system_prompt="Be short.", **settings)["messages"]
-    assert given == [{"role": "system", "content": "Be short."}, *CHAT]
+    with_system = [{"role": "system", "content": "Be short."}, *CHAT]
+    assert convert(row, system_prompt="Be short.", **settings) == {"messages": with_system}
 
 
 @pytest.mark.parametrize("system", ["", "Be brief."])
@@ -80,8 +80,8 @@ def test_assistant_turns_before_the_first_prompt_are_dropped(system):
     for leading in ([greeting], [greeting, greeting]):
         row = {"conversations": [*leading, *SHARE_GPT]}
         assert convert(row, system_prompt=system) == {"messages": [*begun, *CHAT]}
-    own = [{"role": "system", "content": "You begin."}, CHAT[1], *CHAT]  # answers the system message
-    assert convert({"messages": own}, system_prompt=system) == {"messages": own}
+    answered = [{"role": "system", "content": "You begin."}, CHAT[1], *CHAT]
+    assert convert({"messages": answered}, system_prompt=system) == {"messages": answered}
 
 
 def test_senders_of_share_gpt_and_its_derivatives_become_roles():
@@ -130,38 +130,30 @@ def test_default_system_prompt_is_only_for_math_problems(row, is_math):
     assert columns_of(row).system == (SYSTEM_PROMPT if is_math else "")
 
 
+CHAT_COLUMNS = "messages and tools and chat_template_kwargs (whole chats), system prompt of system, else "
+
+
 @pytest.mark.parametrize(
     ("columns", "settings", "shown"),
     [
-        (["problem", "solution"], {}, f'problem -> solution, system prompt "{SYSTEM_PROMPT}"'),
-        (
-            ["instruction", "input", "output", "text", "id"],
-            {},
-            "instruction and input -> output, no system prompt; not used: text, id",
-        ),
-        (
-            ["messages", "tools", "chat_template_kwargs", "system", "history"],
-            {"system_prompt": "Be\n short."},
-            "messages and tools and chat_template_kwargs (whole chats), system prompt of system, else "
-            'system prompt "Be short."; not used: history',
-        ),
-        (["a", "messages"], {"dataset_text_field": "a"}, "a (plain text); not used: messages"),
-        (
-            ["prompt", "response", "history"],
-            {"system_prompt": "so " * 90},
-            f'prompt and history -> response, system prompt "{("so " * 90)[:80]}..."',
-        ),
+        ("instruction input output text id", {},
+         "instruction and input -> output, no system prompt; not used: text, id"),
+        ("messages tools chat_template_kwargs system history", {"system_prompt": "Be\n short."},
+         CHAT_COLUMNS + 'system prompt "Be short."; not used: history'),
+        ("a messages", {"dataset_text_field": "a"}, "a (plain text); not used: messages"),
+        ("prompt response history", {"system_prompt": "so " * 90},
+         f'prompt and history -> response, system prompt "{("so " * 90)[:80]}..."'),
     ],
-)
+)  # fmt: skip
 def test_report_shows_columns_in_use_and_names_the_others(columns, settings, shown):
-    assert columns_of(dict.fromkeys(columns, "x"), **settings).shown == shown
+    assert columns_of(dict.fromkeys(columns.split(), "x"), **settings).shown == shown
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dataset_text_field": "body"}, "--dataset_text_field body: no such column.*it has x, y"),
-        ({}, r"--dataset_name demo: no chat.*rename them .*\(columns: x, y\)"),
+        ({"dataset_text_field": "body"}, "--dataset_text_field body: no such column; .* x, y$"),
+        ({}, "--dataset_name demo: no chat.* among x, y; rename them"),
     ],
 )
 def test_error_for_missing_columns_lists_existing_ones(settings, message):
@@ -220,14 +212,12 @@ def test_prompt_and_answer_may_have_tools(chats):
     row = {"prompt": "1?", "completion": "One.", "tools": json.dumps([TOOL])}
     if chats:
         row |= {"prompt": CHAT[:1], "completion": CHAT[1:]}
-    assert convert(row) == {"messages": CHAT, "tools": [TOOL]} and "tools" not in convert(
-        row | {"tools": None}
-    )
+    assert convert(row) == {"messages": CHAT, "tools": [TOOL]}
 
 
 def test_nulls_added_by_arrow_are_dropped_but_explicit_nulls_stay():
-    other = {"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}
-    rows = [{"messages": [CHAT[1] | {"tool_calls": [call]}], TOOLS: [call]} for call in (CALL, other)]
+    search = {"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}
+    rows = [{"messages": [CHAT[1] | {"tool_calls": [call]}], TOOLS: [call]} for call in (CALL, search)]
     stored = Dataset.from_list(rows)
     to_sample = choose_columns(DataConfig(), stored.column_names, stored).to_sample
     assert stored[0][TOOLS][0]["function"]["arguments"] == {"place": "Oslo", "query": None}
@@ -243,7 +233,6 @@ def test_nulls_added_by_arrow_are_dropped_but_explicit_nulls_stay():
         ({"text": "ok"}, Status.USED, ""),
         ({"text": " \n"}, Status.EMPTY, ""),
         ({"text": None}, Status.BAD, "its text is missing, not text"),
-        ({"text": ["a"]}, Status.BAD, "its text is of type list, not text"),
         ({"text": "bad \ufffd byte"}, Status.BAD, "its text is not UTF-8"),
         ({"text": "lone \ud800 surrogate"}, Status.BAD, "its text is not UTF-8"),
         ({"messages": CHAT}, Status.USED, ""),
@@ -254,13 +243,11 @@ def test_nulls_added_by_arrow_are_dropped_but_explicit_nulls_stay():
         ({"messages": [CHAT[0], {"role": "assistant"}]}, Status.BAD, f"{ANSWER} is missing, not text"),
         ({"messages": [{"role": None, "content": "a"}]}, Status.BAD, f"{ROLE} is missing, not text"),
         ({"messages": ["hello"]}, Status.BAD, "its messages are not a list of messages"),
-        ({"messages": None}, Status.BAD, "its messages are not a list of messages"),
         (convert({"conversations": [{"from": ["human"]}]}), Status.BAD, f"{ROLE} is of type list, not text"),
         (convert({"query": "?", "response": math.nan}), Status.BAD, f"{ANSWER} is of type float, not text"),
         (convert({"question": "?", "answer": 10**400}), Status.USED, ""),
         (json_line(convert, {"text": "{cut"}), Status.BAD, "not valid JSON"),
         (json_line(convert, {"text": "[" * 100_000}), Status.BAD, "not valid JSON"),
-        (json_line(convert, {"text": "1" * 5000}), Status.BAD, "not valid JSON"),
         (json_line(convert, {"text": "[1]"}), Status.BAD, "not a JSON object"),
         (json_line(convert, {"text": " "}), Status.BLANK, ""),
         ({"messages": CHAT[1:]}, Status.WITHOUT_LABEL, ""),
@@ -268,7 +255,6 @@ def test_nulls_added_by_arrow_are_dropped_but_explicit_nulls_stay():
         ({"messages": [CHAT[0], CHAT[1] | {"weight": 0}]}, Status.WITHOUT_LABEL, ""),
         ({"messages": [CHAT[0], CHAT[1] | {"weight": "0"}]}, Status.BAD, f"{WEIGHT} is '0', not 0 or 1"),
         ({"messages": [CHAT[0], {"role": "AI", "content": "One."}]}, Status.BAD, UNKNOWN),
-        ({"messages": [{"role": "Human", "content": "1?"}]}, Status.BAD, UNKNOWN.replace("AI", "Human")),
     ],
 )  # fmt: skip
 def test_unusable_samples_get_status_and_reason(sample, status, reason):

@@ -4,6 +4,7 @@ import bz2
 import codecs
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import zipfile
@@ -83,10 +84,9 @@ def test_every_format_gives_the_same_rows(load, answers, tmp_path, name, content
 
 @streaming
 def test_parquet_files_without_rows_are_skipped(load, answers, tmp_path, streaming):
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train-0.parquet").write_bytes(without_rows("question", "answer"))
-    contents = as_parquet(ROWS, tmp_path)
-    assert answers(load(contents, "train-1.parquet", folder=True, streaming=streaming)) == CELLS
+    files = {"train-0.parquet": without_rows("question", "answer")}
+    files["train-1.parquet"] = as_parquet(ROWS, tmp_path)
+    assert answers(load(files, streaming=streaming)) == CELLS
 
 
 @streaming
@@ -99,14 +99,12 @@ def test_lines_of_a_text_file_are_rows(load, answers):
     assert answers(load(codecs.BOM_UTF8 + b"one line\nanother\n", "a.txt")) == ["one line", "another"]
 
 
-def test_loading_options_in_the_readme_are_used(load, answers, tmp_path):
-    (tmp_path / "set").mkdir()
-    config = (
-        '- config_name: default\n  data_files: train.csv\n  sep: ";"\n  encoding: latin-1\n  skiprows: 1\n'
-    )
-    (tmp_path / "set" / "README.md").write_text(f"---\nconfigs:\n{config}---\n")
-    contents = "a line before\nquestion;answer;caf\u00e9\nWhat?;07;x\n"
-    assert answers(load(contents.encode("latin-1"), "train.csv", folder=True)) == ["07"]
+def test_loading_options_in_the_readme_are_used(load, answers):
+    options = {"config_name": "default", "data_files": "train.csv", "sep": ";"}
+    options |= {"encoding": "latin-1", "skiprows": 1}
+    card = f"---\nconfigs: {json.dumps([options])}\n---\n".encode()
+    rows = "a line before\nquestion;answer;caf\u00e9\nWhat?;07;x\n".encode("latin-1")
+    assert answers(load({"README.md": card, "train.csv": rows})) == ["07"]
 
 
 @streaming
@@ -117,34 +115,28 @@ def test_data_sets_saved_to_disk_are_read(build, answers, tmp_path, streaming):
     assert answers(build(dataset_name=str(tmp_path / "one"), split_name="train", **settings)) == list("012")
     both = DatasetDict({"sft": Dataset.from_list(rows), "held": Dataset.from_list(more)})
     both.save_to_disk(tmp_path / "both")
-    loaders = build(
-        dataset_name=str(tmp_path / "both"), split_name="sft", eval_split="held", eval_samples=9, **settings
-    )
+    splits = {"dataset_name": str(tmp_path / "both"), "split_name": "sft", "eval_split": "held"}
+    loaders = build(**splits, eval_samples=9, **settings)
     assert answers(loaders) == list("012") and loaders.eval_report.rows == 2
     with pytest.raises(UserError, match=r"--split_name train: no such split.*it has sft, held"):
-        build(dataset_name=str(tmp_path / "both"), split_name="train", **settings)
+        build(**splits | {"split_name": "train"}, **settings)
     with pytest.raises(UserError, match=r"both:sft: a folder written by save_to_disk .* omit :CONFIGURATION"):
-        build(dataset_name=f"{tmp_path / 'both'}:sft", **settings)
+        build(**splits | {"dataset_name": f"{tmp_path / 'both'}:sft"}, **settings)
     (tmp_path / "one" / "data-00000-of-00001.arrow").unlink()
     with pytest.raises(UserError, match=r"--dataset_name .*one: cannot be read"):
         build(dataset_name=str(tmp_path / "one"), split_name="train", **settings)
 
 
-def test_archive_of_several_tables_is_read(build, answers, tmp_path):
-    (tmp_path / "set").mkdir()
-    with zipfile.ZipFile(tmp_path / "set" / "tables.zip", "w") as archive:
+def test_archive_of_several_tables_is_read(load, answers):
+    with zipfile.ZipFile(stored := io.BytesIO(), "w") as archive:
         for name in ("a.csv", "b.csv"):
             archive.writestr(name, "question,answer\nWhat?,One.\n")
-    loaders = build(dataset_name=str(tmp_path / "set"), split_name="train", packing=False)
-    assert answers(loaders) == ["One.", "One."]
+    assert answers(load({"tables.zip": stored.getvalue()})) == ["One.", "One."]
 
 
-def test_only_the_files_of_the_split_are_read(tmp_path, cache):
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.parquet").write_bytes(as_parquet([PAIR], tmp_path))
-    (tmp_path / "set" / "test.parquet").write_bytes(b"not to be read")
-    cfg = DataConfig(dataset_name=str(tmp_path / "set"))
-    assert list(open_path_or_hub(cfg, "train").rows) == [PAIR]
+def test_only_the_files_of_the_split_are_read(load, answers, tmp_path):
+    files = {"train.parquet": as_parquet([PAIR], tmp_path), "test.parquet": b"not to be read"}
+    assert answers(load(files)) == ["It is 2."]
 
 
 @pytest.mark.parametrize(
@@ -176,8 +168,8 @@ def test_data_files_of_a_folder_that_are_not_read_are_named(tmp_path, cache, cap
 def test_columns_are_the_union_over_the_first_lines(load, texts, first, streaming):
     row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
     loaders = load(json_lines(first, *[row] * 3), streaming=streaming)
-    found = [text for text, _ in texts(loaders)]
-    assert all("Add.\n\n1, 2" in text for text in found[-3:]) and len(found) == 3 + ("output" in first)
+    samples = [text for text, _ in texts(loaders)]
+    assert all("Add.\n\n1, 2" in text for text in samples[-3:]) and len(samples) == 3 + ("output" in first)
 
 
 def test_optional_columns_are_found_in_any_row(load, texts):
@@ -205,7 +197,7 @@ def test_bad_rows_are_counted_and_the_first_is_reported(load, answers, streaming
     assert answers(loaders) == ["It is 2.", "5", "It is 2."]
     report = loaders.report
     counts = (report.rows, report.used, report.bad_rows, report.empty, report.overlong_dropped)
-    assert counts == (13, 3, 7, 2, 1) and report.as_dict()["bad_rows"] == 7
+    assert counts == (13, 3, 7, 2, 1)
     assert report.first_bad_row == "line 2: the content of the user is not UTF-8"
     used, _, dropped = report.lines()
     assert used.startswith("3 of 13 rows")
@@ -229,20 +221,12 @@ def test_blank_lines_are_not_rows(load, streaming):
 
 
 @streaming
-def test_bad_row_number_is_its_line_number(load, build, tmp_path, streaming):
-    whole = json_lines(PAIR) * 9 + b"\n"  # a blank line counts
-    report = load(whole + b"{cut\n" + json_lines(PAIR), streaming=streaming).report
+def test_bad_row_number_is_its_line_number(load, streaming):
+    nine_rows = json_lines(PAIR) * 9 + b"\n"  # a blank line counts
+    report = load(nine_rows + b"{cut\n" + json_lines(PAIR), streaming=streaming).report
     assert report.first_bad_row == "line 11: not valid JSON"
-    rows = [PAIR, PAIR, {"problem": "a", "generated_solution": None}]
-    report = load(json.dumps(rows).encode(), "a.json", streaming=streaming).report
-    assert report.first_bad_row == "row 3: the content of the assistant is missing, not text"
-    (tmp_path / "several").mkdir()
-    for name, contents in (("train-0.jsonl", json_lines(PAIR)), ("train-1.jsonl", b"{cut\n")):
-        (tmp_path / "several" / name).write_bytes(contents)
-    several = build(dataset_name=str(tmp_path / "several"), split_name="train", streaming=streaming)
-    assert (
-        several.report.first_bad_row == "row 2: not valid JSON"
-    )  # with two files, row numbers are not line numbers
+    several = load({"train.jsonl": json_lines(PAIR), "train_1.jsonl": b"{cut\n"}, streaming=streaming)
+    assert several.report.first_bad_row == "row 2: not valid JSON", "line numbers of two files differ"
 
 
 def test_stream_logs_later_bad_rows_on_rank_0(load, caplog, monkeypatch):
@@ -309,33 +293,25 @@ NO_ROWS = "--dataset_name .*: (split train|the stream) has no rows.*; .*choose a
 NO_OBJECT = r"no line can be read as a JSON object in UTF-8 \(the first: not valid JSON\)"
 ERRORS = {
     "unknown split": (USABLE, {"split_name": "dev"}, "--split_name dev: no such split.*it has train$"),
-    "training split as evaluation split": (USABLE, {"eval_split": "train"}, "train: is the training"),
     "empty file": (b"", {"name": "a.jsonl"}, "--dataset_name .*: cannot be read: a.jsonl is empty"),
-    "header without rows": (b"text\n", {"name": "a.csv"}, NO_ROWS),
     "parquet without rows": (without_rows("text"), {"name": "a.parquet"}, NO_ROWS),
     "no usable rows": (
         json_lines({"text": ""}, {"text": 5}),
         {},
         "--split_name train: no row .*1 empty, 1 bad: line 2: its text is of type int, not text.; check",
     ),
-    "all overlong": (
-        json_lines(PAIR),
-        {"max_seq_length": 8},
-        r"\(1 overlong\); raise --max_seq_length",
-    ),
+    "all overlong": (json_lines(PAIR), {"max_seq_length": 8}, r"\(1 overlong\); raise --max_seq_length"),
     "blank lines": (b"\n \n\n", {}, r"no line .* JSON object .*\(the first: blank\)"),
     "cut compressed file": (
         bz2.compress(USABLE)[:-9],
         {"name": "a.jsonl.bz2"},
         "--dataset_name .*a.jsonl.bz2: cannot be read: Compressed file ended .*; check that",
     ),
-    "broken parquet": (b"PAR1 not parquet", {"name": "a.parquet"}, "a.parquet: cannot be read"),
     "rows longer than the header": (b"text\nWhat?,1\n", {"name": "a.csv"}, "more cells than the header"),
     "not a data file": (b"x", {"name": "a.pkl"}, r"a.pkl: not a data file.*\.jsonl"),
     "too long for the model": (USABLE, {"max_seq_length": 4096}, "--max_seq_length 4096: .* 2048 positions"),
     "no such file": (USABLE, {"dataset_name": "no/rows.jsonl"}, "no/rows.jsonl: no such file; check"),
     "a file's configuration": (USABLE, {"dataset_name": f"{__file__}:main"}, "without :CONFIGURATION"),
-    "no such folder": (USABLE, {"dataset_name": "/no/such/folder"}, "folder: cannot be read"),
     "out of reach": (USABLE, {"dataset_name": "no-such-owner/set"}, "owner/set: cannot be read"),
     "demo split": (USABLE, {"dataset_name": "demo", "split_name": "dev"}, "dev: .*train_1M, test"),
     "demo's other name of the training split": (
@@ -366,16 +342,13 @@ def test_wrong_evaluation_split_is_refused_before_tokenization(load, monkeypatch
         load(USABLE, eval_split="dev", eval_samples=1, streaming=streaming)
 
 
-def test_read_error_later_in_a_stream_is_reported(build, tmp_path):
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train-0.jsonl").write_bytes(USABLE * 400)
-    for name in ("train-1", "test"):
-        (tmp_path / "set" / f"{name}.jsonl.gz").write_bytes(gzip.compress(USABLE)[:-9])
-    settings = {"dataset_name": str(tmp_path / "set"), "split_name": "train", "streaming": True}
+def test_read_error_later_in_a_stream_is_reported(load):
+    cut = gzip.compress(USABLE)[:-9]
+    files = {"train-0.jsonl": USABLE * 400, "train-1.jsonl.gz": cut, "test.jsonl.gz": cut}
     with pytest.raises(UserError, match=r"cannot be read: Compressed file ended .* resumes it$"):
-        list(build(**settings).train)
+        list(load(files, streaming=True).train)
     with pytest.raises(UserError, match="cannot be read: Compressed file ended"):
-        build(**settings, eval_split="test", eval_samples=2)
+        load(files, streaming=True, eval_split="test", eval_samples=2)
 
 
 @pytest.fixture(params=["jsonl", "parquet"])
@@ -402,27 +375,20 @@ def test_configurations_are_chosen_by_name(build, answers, configured, streaming
     for suffix in ("", ":nope"):
         with pytest.raises(UserError, match=r"'main', 'socratic'.*NAME:CONFIGURATION"):
             build(dataset_name=f"{configured}{suffix}", **settings)
-    aside = configured.rename(
-        configured.with_name("set:main")
-    )  # an existing path is never split at the colon
-    with pytest.raises(UserError, match=f"{aside}: .*'main', 'socratic'"):
-        build(dataset_name=str(aside), **settings)
+    with_colon = configured.rename(configured.with_name("set:main"))  # an existing path is never split
+    with pytest.raises(UserError, match=f"{with_colon}: .*'main', 'socratic'"):
+        build(dataset_name=str(with_colon), **settings)
 
 
 def test_warnings_on_split_held_out_rows_tools_and_turn_end(load, answers, caplog, tokenizer):
     assert answers(load(json_lines(PAIR), split_name="train_1M")) == ["It is 2."]
-    assert (
-        "--split_name train_1M: no such split in" in caplog.text
-        and "using its only split, train" in caplog.text
-    )
+    assert "no such split in" in caplog.text and "using its only split, train" in caplog.text
     with pytest.raises(
         UserError, match="--split_name train_1M: no such split"
-    ):  # the only split is the evaluation split
+    ):  # its only split is evaluated
         load(json_lines(PAIR), split_name="train_1M", eval_split="train")
-    assert (
-        load(USABLE * 3, "few.jsonl", eval_samples=5).eval is None
-        and "too few for a held-out set" in caplog.text
-    )
+    assert load(USABLE * 3, "few.jsonl", eval_samples=5).eval is None
+    assert "too few for a held-out set" in caplog.text
     load(json_lines(*[{**PAIR, "tools": "[]"}] * 3), "tools.jsonl")
     assert "does not render tools" in caplog.text and "where to stop" not in caplog.text
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
