@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from fp8_suite.benchmarks.plan.inputs import refuse_unplanned
 from fp8_suite.benchmarks.plan.limits import limits_table
 from fp8_suite.benchmarks.plan.predict import Plan, alternatives, make_plan
 from fp8_suite.benchmarks.records.launch import command_parser
@@ -60,7 +59,6 @@ def run(argv: list[str]) -> str:
         price = f"{args.price_per_gpu_hour:g}"
         raise bad_setting("needs --tokens; add it", price_per_gpu_hour=price)
     cfg = parse_config(training, prog=PROG, description=__doc__)
-    refuse_unplanned(cfg)
     gpu = read_gpu(args, cfg)
     plans, refused = _make_plans(cfg, gpu, args)
     tables = _tables(plans, args.tokens, args.price_per_gpu_hour)

@@ -221,10 +221,8 @@ def test_zero_has_a_slower_optimizer_and_fp8_weights_are_quantized():
 
 
 def test_bytes_of_an_exchange():
-    ddp, full, grad = (
-        exchange(plan_of(gpus=8, sharding_mode=m).setup) for m in ("ddp", "fsdp_full", "fsdp_grad")
-    )
-    assert [sent.within / N8 for sent in (ddp, full, grad)] == [4, 6, 4]
+    for mode, bytes_per_parameter in {"ddp": 4, "fsdp_full": 6, "fsdp_grad": 4}.items():
+        assert exchange(plan_of(gpus=8, sharding_mode=mode).setup).within == bytes_per_parameter * N8
     assert exchange(plan_of(sharding_mode="fsdp_full", gpus=16).setup).within == 8 * N8  # FP32 across nodes
     assert exchange(plan_of().setup).within == 0
     # 1/8 of a gradient in FP32, reduced among the copies: twice its bytes.
@@ -287,16 +285,14 @@ def test_rates_days_and_cost_by_hand():
 
 @pytest.mark.parametrize(("mode", "copies"), [("ddp", 2), ("fsdp_grad", 1)])
 def test_an_offloaded_optimizer_takes_host_memory_and_time(mode, copies):
-    plain, offloaded = (
-        plan_of(gpus=2, sharding_mode=mode, offload_optimizer=offload, **FP8) for offload in (False, True)
-    )
+    settings = {"gpus": 2, "sharding_mode": mode, **FP8}
+    plain, offloaded = (plan_of(**settings, offload_optimizer=offload) for offload in (False, True))
     assert changed_parts(plain.memory, offloaded.memory) == {"master weights", "moments"}
     assert plain.peak - offloaded.peak == pytest.approx(10 * N8 * copies / 2)
     seconds = 10 * N8 * copies / 2 / 50e9
     assert changed_parts(plain.seconds, offloaded.seconds) == {"optimizer", "idle"}
     assert offloaded.seconds["optimizer"] == pytest.approx(seconds, rel=0.02)
-    flags = f"--model_name {LLAMA_8B} --use_te --gpus 2 --sharding_mode {mode} --offload_optimizer"
-    assert f"2 GPUs: {10 * N8 * copies / 1e9:.0f} GB of host memory per node, 0 more" in run(flags.split())
+    assert offloaded.host_gb() == (pytest.approx(10 * N8 * copies / 1e9), 0)
 
 
 AUTO = "--batch_size auto --recompute auto"
@@ -307,15 +303,9 @@ AUTO = "--batch_size auto --recompute auto"
     [
         ("--batch_size 1000 --gpus 1", "--global_batch_size 1000 --batch_size auto --recompute auto"),
         (f"{AUTO} --max_seq_length 131072 --gpus 1", "--moment_dtype fp8"),
-        (
-            "--batch_size 1 --gpus 8 --sharding_mode hsdp --gpu H100 --hsdp_shard_size 1",
-            "--sharding_mode fsdp_full",
-        ),
+        ("--batch_size 1 --gpus 8 --sharding_mode hsdp --gpu H100 --hsdp_shard_size 1", "fsdp_full"),
         (f"{AUTO} --gpus 1 --gpu L40S", "--offload_optimizer"),
-        (
-            f"{AUTO} --global_batch_size 512 --gpus 1 --gpu H100 --moment_dtype fp8",
-            "--offload_optimizer",
-        ),  # faster
+        (f"{AUTO} --global_batch_size 512 --gpus 1 --gpu H100 --moment_dtype fp8", "--offload_opt"),  # faster
     ],
 )
 def test_the_first_way_out_and_the_fastest_are_as_predicted(flags, way):
@@ -330,10 +320,8 @@ def test_the_first_way_out_and_the_fastest_are_as_predicted(flags, way):
 
 
 def test_a_run_that_fits_without_auto_gets_no_advice():
-    flags = (
-        f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --moment_dtype fp8 --batch_size 1 --gpus 1"
-    )
-    assert " with\n" not in run(flags.split())
+    flags = "--use_te --mixed_precision fp8 --moment_dtype fp8 --batch_size 1 --gpus 1"
+    assert " with\n" not in run(f"--model_name {LLAMA_8B} {flags}".split())
 
 
 @pytest.mark.parametrize(
@@ -418,10 +406,8 @@ def test_readme_names_the_smallest_gpu_of_each_model(model):
         smallest_card(plan_of(READMES_MODELS[model], **settings, offload_optimizer=small, fp8_weights=small))
         for small in (False, True)
     ]
-    row = next(
-        line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {model} |")
-    )
-    assert row.endswith(f"| {cards[0]} | {cards[1]} |")
+    readme = (ROOT / "README.md").read_text()
+    assert re.search(rf"^\| {re.escape(model)} \|.*\| {cards[0]} \| {cards[1]} \|$", readme, re.MULTILINE)
 
 
 BAD_INPUT = {
@@ -436,21 +422,16 @@ BAD_INPUT = {
     "--mixed_precision fp32": "--mixed_precision fp32: predictions cover bf16 and fp8",
     "--precision_map layers.0=bf16": "--precision_map",
     "--mixed_precision fp8 --use_te --bf16_first_layers 32": "--bf16_first_layers 32",
-    "--mixed_precision bf16 --use_te --bf16_last_layers 1": "--bf16_last_layers 1: needs --mixed_precision",
-    "--use_te --mixed_precision bf16 --fp8_lm_head": "--fp8_lm_head: this run is in bf16",
     "--use_te --te_backend emulated --mixed_precision fp8": "--te_backend emulated",
     "--max_steps 0": "--max_steps 0: evaluates only",
     "--gpus 0": "--gpus: '0'",
     "--gpus 8,x": "--gpus: 'x'",
     "--gpuss 8": "unknown flag --gpuss; did you mean '--gpus'",
-    "--batch_siz 8": "unknown flag --batch_siz; did you mean '--batch_size'",
-    "--tokens inf": "--tokens: inf: must be a positive number",
     "--price_per_gpu_hour 3": "--price_per_gpu_hour 3: needs --tokens",
     "--model_name no/such": "--model_name no/such: neither a preset .te_models/presets.py",
     "--model_name llama-3.1-8b": r"did you mean .meta-llama/Llama-3\.1-8B.\?",
     "--sharding_mode hsdp --gpus 12": "--hsdp_shard_size 8: does not divide the 12 ranks",
     "--sharding_mode deepspeed --deepspeed_config ds_configs/zero2.json --gpus 8": "cover ds_zero1",
-    "--sharding_mode ds_zero2 --moment_dtype bf16 --gpus 8": "--moment_dtype bf16: DeepSpeed",
     "--max_seq_length 131073": "--max_seq_length 131073: ",
     "--check --batch_size 1": "--check: cannot be combined with --batch_size",
     "--check --tokens 5": "--check: cannot be combined with --tokens",
@@ -472,11 +453,7 @@ def test_bad_input_is_one_clear_line(flags, capsys):
         ({"num_attention_heads": 7}, {}, "num_attention_heads .7. is not a multiple of"),
         ({"vocab_size": None}, {}, "vocab_size"),
         ({"model_type": "mixtral"}, {}, "model type 'mixtral'; choose one of llama"),
-        (
-            {"sliding_window": 1024, "model_type": "mistral"},
-            {"max_seq_length": 2048},
-            "sliding window of 1024",
-        ),
+        ({"sliding_window": 8, "model_type": "mistral"}, {"max_seq_length": 9}, "sliding window of 8 tokens"),
         ({"rms_norm_eps": "1e-5"}, {"use_te": True}, "its config.json: .*rms_norm_eps"),
         ({"attention_bias": True}, {"use_te": True}, "attention_bias=True.*drop --use_te$"),
         ({"intermediate_size": 8200}, FP8, "intermediate_size 8200 not a multiple of 16"),
@@ -494,9 +471,7 @@ def test_a_model_that_training_refuses_is_not_planned(tmp_path, changes, flags, 
 
 
 def test_a_gpu_is_described_by_flags():
-    gpu = (
-        "--gpu MI300X --gpu_memory_gb 205 --bf16_tflops 1307 --fp8_tflops 2614 --memory_tbs 5.3 --link_gbs 4"
-    )
+    gpu = "--gpu X --gpu_memory_gb 205 --bf16_tflops 1307 --fp8_tflops 2614 --memory_tbs 5.3 --link_gbs 4"
     assert "205 GB per GPU" in run(f"{gpu} --gpus 1,8 --use_te --mixed_precision fp8".split())
     assert "120 GB per GPU" in run(["--gpu", "NVIDIA h200", "--gpu_memory_gb", "120", "--gpus", "1"])
 
@@ -505,10 +480,7 @@ def test_a_gpu_is_described_by_flags():
     ("flags", "code", "text"),
     [
         ("--help", 0, "--price_per_gpu_hour"),
-        ("--batch_siz 8", 2, "unknown flag --batch_siz"),
-        ("--gpu MI300X", 2, "unknown GPU"),
         ("--gpu A100 --mixed_precision fp8", 2, "no FP8"),
-        ("--model_name no/such", 2, "neither a preset"),
         ("--global_batch_size 3 --gpus 7", 2, "cannot be shared"),
         ("--max_seq_length 131073", 2, "--max_seq_length"),
     ],

@@ -117,14 +117,10 @@ def test_family_template_matches_reference_text_and_all_answers_have_loss(
     assert with_loss(tokenizer, {"messages": CHAT}) == answers
 
 
-@pytest.mark.parametrize(
-    ("messages", "role"),
-    [([{"role": "tool", "content": "5"}, *CHAT], "tool"), ([CHAT[0], CHAT[2]], "assistant")],
-    ids=["tool", "system prompt without user"],
-)
-def test_mistral_template_refuses_unsupported_roles(mistral, messages, role):
-    with pytest.raises(TemplateError, match=f"no place for role {role}"):
-        encoder(mistral).renderer.samples(messages)
+def test_mistral_template_refuses_unsupported_roles(mistral):
+    for messages in ([{"role": "tool", "content": "5"}, *CHAT], [CHAT[0], CHAT[2]]):
+        with pytest.raises(TemplateError, match="no place for role"):
+            encoder(mistral).renderer.samples(messages)
 
 
 def test_family_template_needs_its_markers(demo, tmp_path):
@@ -144,10 +140,8 @@ def test_exactly_one_bos_in_training_and_at_inference(demo, template, tmp_path):
     [(ids, _)] = encode(demo, {"messages": CHAT})
     assert ids[0] == demo.bos_token_id and ids.count(demo.bos_token_id) == 1
     loaded = reloaded(demo, tmp_path / "once", "llama")
-    assert loaded.chat_template.removeprefix("{{ bos_token }}") in (
-        template,
-        LLAMA3.text[len("{{ bos_token }}") :],
-    )
+    bos = "{{ bos_token }}"
+    assert loaded.chat_template.removeprefix(bos) == template.removeprefix(bos)
     assert reloaded(loaded, tmp_path / "twice", "llama").chat_template == loaded.chat_template
     assert encode(loaded, {"messages": CHAT}) == encode(demo, {"messages": CHAT})
 
@@ -271,14 +265,14 @@ def test_refused_conversation_is_a_bad_row_with_the_reason(demo):
     assert "TypeError: object of type 'NoneType' has no len" in encoder(demo).draft(crash).reason
 
 
+WITHOUT_ANSWERS = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}\n{% endfor %}"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
         ("{{ raise_exception('no system role') }}", "no system role; try --system_prompt ''"),
-        (
-            "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}\n{% endfor %}",
-            "writes nothing of",
-        ),
+        (WITHOUT_ANSWERS, "writes nothing of"),
     ],
     ids=["raises", "leaves out answers"],
 )
@@ -397,11 +391,8 @@ def test_parts_that_the_template_leaves_out_are_named(chatml, answer, left_out):
 
 def test_content_and_single_calls_that_the_template_leaves_out_are_named(chatml):
     calls = "{% if m['tool_calls'] %}{{ m['tool_calls'][0]['function'] | tojson }}{% else %}"
-    chatml.chat_template = (
-        CHATML.text.replace("message", "m")
-        .replace("ms", "messages")
-        .replace("{{ m['content'] }}", calls + "{{ m['content'] }}{% endif %}")
-    )
+    renamed = CHATML.text.replace("message", "m").replace("ms", "messages")
+    chatml.chat_template = renamed.replace("{{ m['content'] }}", calls + "{{ m['content'] }}{% endif %}")
     search = {"type": "function", "function": {"name": "search"}}
     made = encoder(chatml)
     for answer, left_out in ((CALLING[1], []), (CALLING_WITH, ["content"])):
@@ -427,15 +418,12 @@ MOVING = (
 def test_prompts_are_those_of_inference_where_later_turns_change_them(demo, space):
     demo.chat_template = MOVING.replace("SPACE", space)
     bos, first, second = "<|begin_of_text|>", "It is 5.<|eot_id|>", "It is 7.<|eot_id|>"
-    one, other = CHAT[1]["content"], CHAT[3]["content"]
+    prompts = [f"{bos}[INST]Be brief. {CHAT[1]['content']}[/INST]"]
+    prompts += [f"{bos}[INST]{CHAT[1]['content']}[/INST]{space}{first}[INST]Be brief. And 3 + 4?[/INST]"]
     samples, _ = encoder(demo).renderer.samples(CHAT)
     assert samples == [
-        [(f"{bos}[INST]Be brief. {one}[/INST]", False), (space + first, True), ("", False)],
-        [
-            (f"{bos}[INST]{one}[/INST]{space}{first}[INST]Be brief. {other}[/INST]", False),
-            (space + second, True),
-            ("", False),
-        ],
+        [(prompt, False), (space + answer, True), ("", False)]
+        for prompt, answer in zip(prompts, (first, second), strict=True)
     ]
     assert [sample[0][0] for sample in samples] == [render(demo, CHAT[:i], generate=True) for i in (2, 4)]
 
@@ -478,7 +466,7 @@ def test_segment_tokens_match_tokens_of_the_joined_text(kind, template):
     tokenizer = with_word_borders(kind)
     tokenizer.chat_template = template
     made = encoder(tokenizer)
-    whole = tokenizer(made.renderer.render(CHAT[1:]), add_special_tokens=False).input_ids
+    joined = tokenizer(made.renderer.render(CHAT[1:]), add_special_tokens=False).input_ids
     assert (made.mid_text is None) == (kind == "never")
     [(ids, _)] = encode(tokenizer, {"messages": CHAT[1:]})
-    assert ids == whole
+    assert ids == joined
