@@ -70,10 +70,3 @@ def test_ends_with_its_context_and_leaves_other_dtypes(no_bf16_instructions, mon
     with bf16_on_cpu.fast_bf16():
         assert [count(dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)] == [2, 0, 0]
     assert count(torch.bfloat16) == outside
-
-
-def test_does_nothing_on_a_cpu_with_bf16_instructions(monkeypatch):
-    monkeypatch.setattr(bf16_on_cpu, "has_bf16_instructions", lambda: True)
-    monkeypatch.setattr(torch.library, "Library", None)
-    with bf16_on_cpu.fast_bf16():
-        pass

@@ -26,11 +26,10 @@ def layer(attention: str = "bshd", **options) -> te.TransformerLayer:
         FFN,
         HEADS,
         num_gqa_groups=GROUPS,
-        kv_channels=options.pop("kv_channels", HIDDEN // HEADS),
-        layernorm_epsilon=options.pop("layernorm_epsilon", 1e-5),
+        kv_channels=HIDDEN // HEADS,
+        layernorm_epsilon=1e-5,
         **layer_settings(packed=attention == "thd"),
-        params_dtype=options.pop("params_dtype", torch.bfloat16),
-        **options,
+        **{"params_dtype": torch.bfloat16} | options,
     )
 
 
@@ -39,9 +38,9 @@ def rope(positions: int = 64) -> torch.Tensor:
     return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
-def inputs(seed: int, *, scale: float = 1.0, rows: int = 2) -> torch.Tensor:
+def inputs(seed: int, *, scale: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 32, HIDDEN, generator=generator) * scale
+    x = torch.randn(2, 32, HIDDEN, generator=generator) * scale
     return x.bfloat16().requires_grad_()
 
 
@@ -117,13 +116,10 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def test_with_fsdp2_backward_casts_the_weight_with_its_new_scale():
-    linear, recipe = (
-        te.Linear(32, 16, params_dtype=torch.bfloat16),
-        recipes.DelayedScaling(amax_history_len=2),
-    )
+    linear = te.Linear(32, 16, params_dtype=torch.bfloat16)
     linear.fsdp2 = True
     x = inputs(0).detach().flatten(0, -2)[:, :32].requires_grad_()
-    with te.autocast(enabled=True, recipe=recipe):
+    with te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=2)):
         y = linear(x)
     grad = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     y.backward(grad)
@@ -192,16 +188,16 @@ def test_mlp_state_has_tes_order():
     assert forward[3] > 0 and backward[0] > 0
 
 
-def run(forward, module, recipe, steps: int = 3) -> list[torch.Tensor]:
-    """Return outputs and input gradients of all steps, then the accumulated weight gradients."""
-    found = []
-    for step in range(steps):
+def run(forward, module, recipe) -> list[torch.Tensor]:
+    """Return outputs and input gradients of three steps, then the accumulated weight gradients."""
+    tensors = []
+    for step in range(3):
         x = inputs(step, scale=2.0**step)
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             y = forward(x, rotary_pos_emb=rope())
         y.float().square().mean().mul(1000).backward()
-        found += [y.detach(), x.grad]
-    return found + [p.grad for p in module.parameters()]
+        tensors += [y.detach(), x.grad]
+    return tensors + [p.grad for p in module.parameters()]
 
 
 def test_outermost_training_autocast_updates_the_scales():
@@ -264,8 +260,8 @@ def test_recomputation_changes_neither_results_nor_state(name, reentrant):
         return te.checkpoint(checkpointed, x, use_reentrant=reentrant, **call)
 
     expected = run(plain, plain, recipe)
-    found = run(recomputed, checkpointed, recipe)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    results = run(recomputed, checkpointed, recipe)
+    assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True))
     assert same(state_of(plain), state_of(checkpointed))
     with torch.no_grad():
         assert torch.isfinite(recomputed(inputs(0), rotary_pos_emb=rope())).all()
@@ -284,17 +280,17 @@ def shared_amaxes(rank: int, folder) -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16), te.autocast(enabled=True, recipe=recipe):
                 y = te.checkpoint(module, x, use_reentrant=mode == "reentrant", rotary_pos_emb=rope())
             y.float().square().mean().backward()
-        own, states = state_of(module), [None, None]
-        dist.all_gather_object(states, own)
+        state, states = state_of(module), [None, None]
+        dist.all_gather_object(states, state)
         assert same(*states)
-        attention = own["self_attention.layernorm_qkv.scaling_fwd.scale"]
+        attention = state["self_attention.layernorm_qkv.scaling_fwd.scale"]
         assert torch.isfinite(attention).all() and attention[0] > 1
         # The gradient of fc2's output is 2 y / n; both ranks record the larger amax.
-        amax = own["layernorm_mlp.scaling_bwd.amax_history"][-1, 2]
-        mine = torch.tensor(2 * y.float().abs().max().item() / y.numel()).bfloat16().float()
-        both = mine.clone()
-        dist.all_reduce(both, dist.ReduceOp.MAX)
-        assert amax == both and (rank == 0) == (mine < both)
+        amax = state["layernorm_mlp.scaling_bwd.amax_history"][-1, 2]
+        largest = torch.tensor(2 * y.float().abs().max().item() / y.numel()).bfloat16().float()
+        of_both = largest.clone()
+        dist.all_reduce(of_both, dist.ReduceOp.MAX)
+        assert amax == of_both and (rank == 0) == (largest < of_both)
         assert module.layernorm_mlp.fsdp2 == (mode == "fsdp")
     gradient = module.layernorm_mlp.fc2_weight.grad.to_local()
     assert gradient.dtype == torch.float32 and gradient.isfinite().all() and gradient.norm() > 0

@@ -1,8 +1,6 @@
 """FP8 LM head: casts, loss and gradients, self-test, and whole runs."""
 
 import json
-import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +16,10 @@ from fp8_suite.te_models.kernels.loss_fp8 import (
     linear_cross_entropy_fp8,
     softmax_cross_entropy,
 )
-from fp8_suite.training.run import main
 
-SMALL = (
-    "--num_of_samples 60 --max_seq_length 128 --batch_size 2 --eval_samples 6 --num_workers 0 --num_proc 1 "
-    "--learning_rate 1e-3 --log_interval 1 --eval_interval 0 --max_steps 2 --no_save_checkpoints --no_export"
-)
+from tests.training.test_run import curve, train
+
+SHORT = "--mixed_precision fp8 --max_steps 2 --eval_interval 0 --no_save_checkpoints --no_export"
 
 
 def case(tokens=100, hidden=32, vocab=48):
@@ -36,8 +32,8 @@ def case(tokens=100, hidden=32, vocab=48):
 
 
 def dequantized(matrix):
-    found = cast(matrix.detach())
-    return found.rows.float() * found.inverse
+    quantized = cast(matrix.detach())
+    return quantized.rows.float() * quantized.inverse
 
 
 def cast_gradients(logits, labels):
@@ -51,10 +47,10 @@ def cast_gradients(logits, labels):
 
 def test_a_cast_maps_the_amax_to_the_formats_maximum():
     x = torch.tensor([[0.5, -2.0, 0.25, 1.0]] * 4).bfloat16()
-    found = cast(x)
-    assert found.rows.dtype == E4M3 and found.rows.float().abs().max() == 448.0
-    assert torch.equal(found.rows.float() * found.inverse, x.float())  # the values are exact in E4M3
-    assert torch.equal(found.columns.float(), found.rows.float().T)
+    quantized = cast(x)
+    assert quantized.rows.dtype == E4M3 and quantized.rows.float().abs().max() == 448.0
+    assert torch.equal(dequantized(x), x.float())  # the values are exact in E4M3
+    assert torch.equal(quantized.columns.float(), quantized.rows.float().T)
     assert cast(x, columns=False).columns is None
     zeros, tiny = cast(torch.zeros(4, 4).bfloat16()), cast(torch.full((4, 4), 1e-38).bfloat16())
     assert not zeros.rows.float().any() and zeros.inverse == 1
@@ -147,23 +143,13 @@ def test_the_self_test_names_what_differs(name, part, monkeypatch):
     assert loss_fp8.self_test("cpu") == f"the {part} differs from the reference"
 
 
-def train(folder: Path, flags: str) -> int:
-    argv = [*shlex.split(SMALL), "--output_dir", str(folder), *shlex.split(flags)]
-    return main(argv, description="test", start=lambda cfg: torch.device("cpu"))
-
-
-def losses(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["train/loss"] for line in lines if "train/loss" in line]
-
-
 @pytest.mark.parametrize("flags", ["--use_te", "--model_name tiny-qwen2"], ids=["te", "hf-tied"])
 def test_a_run_records_the_fp8_head_and_has_nearly_the_same_losses(tmp_path, flags):
-    assert train(tmp_path / "plain", f"{flags} --mixed_precision fp8") == 0
-    assert train(tmp_path / "head", f"{flags} --mixed_precision fp8 --fp8_lm_head") == 0
+    train(tmp_path / "plain", f"{SHORT} {flags}")
+    train(tmp_path / "head", f"{SHORT} {flags} --fp8_lm_head")
     rows = json.loads((tmp_path / "head" / "env.json").read_text())["coverage"]["rows"]
     assert {row["precision"] for row in rows if "lm_head" in row["modules"]} == {"fp8 current"}
-    plain, head = losses(tmp_path / "plain"), losses(tmp_path / "head")
+    plain, head = curve(tmp_path / "plain"), curve(tmp_path / "head")
     assert plain != head and plain == pytest.approx(head, rel=5e-3)
 
 
@@ -172,5 +158,5 @@ def test_an_fp8_head_of_more_than_one_gemm_is_refused(tmp_path, capsys):
 
     GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=2048).save_pretrained(tmp_path / "gpt2")
     model = f"--model_name {tmp_path / 'gpt2'} --init random --tokenizer_name demo"
-    assert train(tmp_path / "run", f"{model} --mixed_precision fp8 --fp8_lm_head") == EXIT_BAD_SETTING
+    train(tmp_path / "run", f"{SHORT} {model} --fp8_lm_head", code=EXIT_BAD_SETTING)
     assert "computes its logits with more than one GEMM; drop it" in capsys.readouterr().err
