@@ -16,16 +16,9 @@ from transformers import AutoConfig
 
 VOCABULARY, LENGTH = 64, 64  # tokens, and tokens of a row
 TINY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "initializer_range": 0.3,  # large enough for every dependence to show
 }
 EXPERTS = {
@@ -57,36 +50,19 @@ def long_rope(limit):
 
 
 PLAIN = (
-    *(
-        "llama",
-        "qwen2",
-        "qwen3",
-        "mistral",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "phi",
-        "phi3",
-        "granite",
-        "olmo",
-    ),
-    *("olmo2", "olmo3", "cohere", "cohere2", "glm", "glm4", "stablelm", "starcoder2", "gpt_neox", "exaone4"),
-    *("smollm3", "nemotron", "arcee", "gpt2", "gpt_bigcode", "opt"),
+    *("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "granite"),
+    *("olmo", "olmo2", "olmo3", "cohere", "cohere2", "glm", "glm4", "stablelm", "starcoder2", "gpt_neox"),
+    *("exaone4", "smollm3", "nemotron", "arcee", "gpt2", "gpt_bigcode", "opt"),
 )
+WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "olmo3")
+GPT_NEO = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 8}
+MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe")
 SEPARATE = {
     **{name: (name, {}) for name in PLAIN},
-    **{
-        f"{name}, window": (name, WINDOW) for name in ("mistral", "gemma2", "gemma3_text", "cohere2", "olmo3")
-    },
+    **{f"{name}, window": (name, WINDOW) for name in WINDOWED},
     "qwen2, window": ("qwen2", WINDOW | {"use_sliding_window": True, "max_window_layers": 1}),
-    "gpt_neo, window": (
-        "gpt_neo",
-        {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 8},
-    ),
-    **{
-        name: (name, EXPERTS)
-        for name in ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe")
-    },
+    "gpt_neo, window": ("gpt_neo", GPT_NEO),
+    **{name: (name, EXPERTS) for name in MIXTURES},
     **{name: (name, EXPERTS | LATENT) for name in ("deepseek_v2", "deepseek_v3")},
     "llama4, chunk of a row": (
         "llama4_text",
@@ -121,13 +97,8 @@ REFUSED = {
 
 
 def build(model_type, changes, *, packed, te_backend=None):
-    options = BuildOptions(
-        te_backend=te_backend,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        packed=packed,
-        max_positions=LENGTH,
-    )
+    base = {"dtype": torch.float32, "device": torch.device("cpu"), "max_positions": LENGTH}
+    options = BuildOptions(te_backend=te_backend, packed=packed, **base)
     config = AutoConfig.for_model(model_type, **TINY | changes)
     return build_model(ModelSpec(model_type, config, None), options).eval()
 
@@ -141,7 +112,7 @@ def samples(seed, *lengths):
 @torch.no_grad()
 def loss(model, rows, sample, *, width, packed=True):
     """Return the loss of one sample of a batch."""
-    rows = [[other._replace(loss=other.loss & (other is sample)) for other in row] for row in rows]
+    rows = [[x._replace(loss=x.loss & (x is sample)) for x in row] for row in rows]
     batch = build_batch(rows, width, pad_id=7, max_seqlen=LENGTH if packed else None)
     assert batch.label_tokens == len(sample.ids) - 1
     return model(**batch.inputs).loss.item()

@@ -22,14 +22,8 @@ from transformers import MixtralConfig, Qwen3Config
 CPU = torch.device("cpu")
 LEVELS = RECOMPUTE_LEVELS[1:]
 SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 256,
-    "initializer_range": 0.1,
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "initializer_range": 0.1},
 }
 SPEC = ModelSpec("test", Qwen3Config(**SIZES), None)
 OPTIONS = BuildOptions(
@@ -61,8 +55,8 @@ def train(options: BuildOptions, precision: Precision = BF16, spec: ModelSpec = 
     return [*computed, *state.values()]
 
 
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -101,8 +95,7 @@ def test_evaluation_recomputes_nothing():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_hugging_face_layers_have_the_same_gradients(recompute, compiled):
     options = replace(OPTIONS, te_backend=None, dtype=torch.float32, compile_layers=compiled)
-    found, expected = train(replace(options, recompute=recompute)), train(options)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(train(replace(options, recompute=recompute)), train(options))
 
 
 def test_levels_that_a_model_lacks_are_refused():
@@ -117,20 +110,17 @@ def test_levels_that_a_model_lacks_are_refused():
         build_model(experts, replace(hugging_face, recompute="mlp"))
 
 
-def test_settings_refuse_levels_and_offload_that_zero_3_cannot_run():
+def test_settings_refuse_levels_and_offload_that_cannot_run():
     settings = {"use_te": True, "sharding_mode": "ds_zero3"}
     with pytest.raises(UserError, match="--recompute mlp:1: DeepSpeed ZeRO-3 recomputes all of a layer"):
         config_from_dict(settings | {"recompute": "mlp:1"})
     with pytest.raises(UserError, match="--offload_activations: not possible under DeepSpeed ZeRO-3"):
         config_from_dict(settings | {"recompute": "full", "offload_activations": True})
-    for allowed in ({"recompute": "auto"}, {"recompute": "layer"}, {"recompute": "mlp", "use_te": False}):
-        config_from_dict(settings | allowed)
-
-
-def test_offload_of_activations_needs_recomputed_te_layers():
     for flags in ({"recompute": "layer"}, {"use_te": True}):
         with pytest.raises(UserError, match=r"--offload_activations: needs --use_te and recomputed layers"):
             config_from_dict({"offload_activations": True, **flags})
+    for allowed in ({"recompute": "auto"}, {"recompute": "layer"}, {"recompute": "mlp", "use_te": False}):
+        config_from_dict(settings | allowed)
 
 
 def test_levels_are_given_for_all_layers_or_by_number():
@@ -189,19 +179,19 @@ def buffers(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("recompute", ["cheap", "layer:2", "full"])
 def test_offloaded_activations_change_no_bits_and_reuse_their_buffers(recompute, buffers):
-    lengths = (17, 24, 9)  # as without packing
+    several = (17, 24, 9)  # as without packing
     model = build_model(SPEC, replace(OPTIONS, recompute=recompute, offload_activations=True))
     plain = build_model(SPEC, OPTIONS)
     autocast = build_autocast(fp8("delayed"), device=CPU, parameter_dtype=torch.bfloat16)
     allocated = []
-    for given in ((32,), lengths, lengths):
-        for length in given:
+    for lengths in ((32,), several, several):
+        for length in lengths:
             ids = torch.randint(0, 256, (2, length), generator=torch.Generator().manual_seed(length))
-            for each in (model, plain):
+            for trained in (model, plain):
                 with autocast():
-                    loss = each(ids, ids).loss
+                    loss = trained(ids, ids).loss
                 loss.backward()
         assert equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
         allocated.append(sum(buffers))
-    longest, several, again = allocated
-    assert 0 < longest < several == again <= 2 * longest
+    of_longest, of_several, of_several_again = allocated
+    assert 0 < of_longest < of_several == of_several_again <= 2 * of_longest

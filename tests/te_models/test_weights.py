@@ -73,6 +73,11 @@ def distinct(spec: ModelSpec) -> Distinct:
     return Distinct(weight_source(spec, seed=0, device=CPU).shapes())
 
 
+def tensors_of(spec: ModelSpec) -> dict[str, torch.Tensor]:
+    source = weight_source(spec, seed=0, device=CPU)
+    return {name: source.get(name) for name in source.shapes()}
+
+
 def save(folder: Path, tensors: dict[str, torch.Tensor], file: str = "model.safetensors") -> None:
     save_file({k: t.contiguous() for k, t in tensors.items()}, folder / file, metadata={"format": "pt"})
 
@@ -146,7 +151,7 @@ def test_export_of_a_te_model_equals_the_loaded_hugging_face_model(family, tied,
         tmp_path / "export", te_to_hf(model, no_gather), config=spec.config, dtype=torch.float32
     )
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(found for key, found in info.items() if key.endswith("keys"))
+    assert not any(keys for kind, keys in info.items() if kind.endswith("keys"))
     loaded = dict(model.named_parameters())
     assert loaded.keys() == tensors.keys() and (HEAD in tensors) == (not tied)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
@@ -201,8 +206,7 @@ OTHER = r"{}: \[8, 256\] in the weights, \[512, 256\] by its config.json"
 )
 def test_weights_that_do_not_fit_te_layers_are_refused_before_loading(family, key, shape, message, tmp_path):
     spec, key = tiny(family), f"model.{key}"
-    source = weight_source(spec, seed=0, device=CPU)
-    tensors = {name: source.get(name) for name in source.shapes()}
+    tensors = tensors_of(spec)
     tensors.pop(key, None)
     save(tmp_path, tensors | ({} if shape is None else {key: torch.zeros(shape)}))
     spec.config.save_pretrained(tmp_path)
@@ -212,22 +216,20 @@ def test_weights_that_do_not_fit_te_layers_are_refused_before_loading(family, ke
 
 def test_hugging_face_form_refuses_incomplete_weights(tmp_path):
     spec = tiny()
-    source = weight_source(spec, seed=0, device=CPU)
-    save(tmp_path, {name: source.get(name) for name in source.shapes().keys() - {"model.norm.weight"}})
+    tensors = tensors_of(spec)
+    save(tmp_path, tensors | {"model.norm.weight": torch.ones(8)})
     spec.config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"the weights lack model\.norm\.weight"):
-        build_model(replace(spec, weights=tmp_path), HF_FORM)
-    save(
-        tmp_path, {name: source.get(name) for name in source.shapes()} | {"model.norm.weight": torch.ones(8)}
-    )
     with pytest.raises(UserError, match=r"model\.norm\.weight: \[8\] in the weights, \[256\] by its config"):
+        build_model(replace(spec, weights=tmp_path), HF_FORM)
+    del tensors["model.norm.weight"]
+    save(tmp_path, tensors)
+    with pytest.raises(UserError, match=r"the weights lack model\.norm\.weight"):
         build_model(replace(spec, weights=tmp_path), HF_FORM)
 
 
 def test_tensors_that_a_model_lacks_are_named_and_quantized_ones_refused(tmp_path):
     spec = tiny()
-    source = weight_source(spec, seed=0, device=CPU)
-    tensors = {name: source.get(name) for name in source.shapes()}
+    tensors = tensors_of(spec)
     spec.config.save_pretrained(tmp_path)
     save(tmp_path, tensors | {"model.layers.0.extra": torch.zeros(2), "rotary_emb.inv_freq": torch.zeros(2)})
     assert find_model(str(tmp_path), init="pretrained", use_te=False).unused == ("model.layers.0.extra",)
@@ -243,8 +245,7 @@ def test_tensors_that_a_model_lacks_are_named_and_quantized_ones_refused(tmp_pat
 def test_stored_head_is_tied_only_if_it_is_the_embedding(tmp_path):
     """transformers does not tie two stored tensors that differ, regardless of the configuration."""
     spec = tiny("qwen2")
-    source = weight_source(spec, seed=0, device=CPU)
-    tensors = {name: source.get(name).float() for name in source.shapes()}
+    tensors = {name: tensor.float() for name, tensor in tensors_of(spec).items()}
     spec.config.save_pretrained(tmp_path)
     for head, tied in ((tensors[EMBEDDING].clone(), True), (tensors[EMBEDDING] + 1, False)):
         save(tmp_path, tensors | {HEAD: head})
@@ -305,18 +306,13 @@ def test_single_file_wins_over_the_index_of_an_earlier_save(tmp_path):
     assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]
 
 
-def test_te_form_requires_safetensors_before_anything_is_loaded(tmp_path):
-    tiny().config.save_pretrained(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
-    with pytest.raises(UserError, match=r"no model\.safetensors"):
-        find_model(str(tmp_path), init="pretrained", use_te=True)
-
-
-def test_pickled_weights_are_loaded_by_transformers_also_if_sharded(tmp_path):
+def test_pickled_weights_are_loaded_by_transformers_and_refused_for_te_layers(tmp_path):
     config = tiny().config
     model = AutoModelForCausalLM.from_config(config)
     config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
+        find_model(str(tmp_path), init="pretrained", use_te=True)
     spec = find_model(str(tmp_path), init="pretrained", use_te=False)
     built = build_model(spec, replace(HF_FORM, shard=lambda model: None))
     assert torch.equal(dict(export_tensors(built))[EMBEDDING], model.get_parameter(EMBEDDING))
@@ -365,9 +361,9 @@ def load_shards(rank: int, folder: Path) -> None:
         load_te(model, source)
         load_te(unsharded, source.source)
         expected = dict(te_to_hf(unsharded, no_gather))
-        found = dict(te_to_hf(model, lambda tensors: [t.full_tensor() for t in tensors]))
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+        gathered = dict(te_to_hf(model, lambda tensors: [t.full_tensor() for t in tensors]))
+        assert gathered.keys() == expected.keys()
+        assert all(torch.equal(gathered[key], tensor) for key, tensor in expected.items())
         for key, reads in source.reads.items():
             assert reads.max() <= 1
             dist.all_reduce(reads)
