@@ -150,11 +150,9 @@ def _streamed_source(spec: ModelSpec, options: BuildOptions) -> WeightSource | N
     return source if stored == parameters and set(model.state_dict()) - tied == parameters.keys() else None
 
 
-def no_gather(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors as they are: the `gather` of an unsharded model."""
-    return [tensor.detach() for tensor in tensors]
+def export_tensors(model: nn.Module, gather: Gather = list) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's weights under Hugging Face names, one by one; collective if `gather` is.
 
-
-def export_tensors(model: nn.Module, gather: Gather = no_gather) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's weights under Hugging Face names, one by one; collective if `gather` is."""
+    Without `gather`, the model must not be sharded.
+    """
     return hf_state(model, gather) if isinstance(model, HFCausalLM) else te_to_hf(model, gather)

@@ -51,8 +51,9 @@ class TECausalLM(nn.Module):
         super().__init__()
         te = te_module(options.te_backend)
         self.config, self.options, self.family = config, options, FAMILIES[config.model_type]
-        is_native = options.te_backend == "native"
-        self.native = options.native if is_native else NativeOptions()
+        self.is_native = options.te_backend == "native"
+        self.native = options.native if self.is_native else NativeOptions()
+        self.fuses_qkv_rope = self.is_native and options.kernels.qkv_rope and not self.family.qk_norm
         # True in the first micro-batch of a step, False in the others, None outside of a step.
         self.first_micro_batch: bool | None = None
         self.recompute = recompute_levels(options.recompute, config.num_hidden_layers)  # level of each layer
@@ -101,14 +102,9 @@ class TECausalLM(nn.Module):
                 bias=True,
                 **factory_kwargs,
             )
-        if self._fuses_qkv_rope:
+        if self.fuses_qkv_rope:
             fuse_qkv_rope(layer)
         return layer
-
-    @property
-    def _fuses_qkv_rope(self) -> bool:
-        is_native = self.options.te_backend == "native"
-        return is_native and self.options.kernels.qkv_rope and not self.family.qk_norm
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -160,14 +156,16 @@ class TECausalLM(nn.Module):
         """
         hidden = self.embed_tokens(input_ids)  # [B, S, D]
         rope: Any = self.rope
-        if self._fuses_qkv_rope and position_ids is not None:
+        if self.fuses_qkv_rope and position_ids is not None:
             rope = Rope(self.rope_table, position_ids.contiguous())
         arguments: dict[str, Any] = {"rotary_pos_emb": rope}
-        qkv_format = self._qkv_format(len(input_ids), cu_seqlens)
-        if self.options.packed and self.options.te_backend == "native":
+        # "bshd" is faster than "thd", and correct if each row is one sequence.
+        one_per_row = cu_seqlens is not None and len(cu_seqlens) == len(input_ids) + 1
+        as_rows = self.is_native and one_per_row
+        if self.options.packed and self.is_native:
             for layer in self.layers:
-                layer.self_attention.qkv_format = qkv_format
-        if self.options.packed and qkv_format == "bshd":
+                layer.self_attention.qkv_format = "bshd" if as_rows else "thd"
+        if self.options.packed and as_rows:
             arguments["self_attn_mask_type"] = "causal"
         elif self.options.packed:
             hidden = hidden.flatten(0, 1)  # [T, D]
@@ -186,13 +184,6 @@ class TECausalLM(nn.Module):
         head_loss = linear_cross_entropy_fp8 if self.options.fp8_lm_head else linear_cross_entropy
         return head_loss(hidden, self.lm_head.weight, labels.flatten())
 
-    def _qkv_format(self, rows: int, cu_seqlens: Tensor | None) -> str:
-        """Return TE's layout of q, k and v: "thd" if packed, or the faster "bshd" if rows are sequences."""
-        if not self.options.packed:
-            return "bshd"
-        one_per_row = cu_seqlens is not None and len(cu_seqlens) == rows + 1
-        return "bshd" if one_per_row and self.options.te_backend == "native" else "thd"
-
     def _run(self, layer: nn.Module, level: str, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         if level != "none" and torch.is_grad_enabled():
             return run_recomputed(
@@ -200,7 +191,6 @@ class TECausalLM(nn.Module):
                 hidden,
                 level=level,
                 backend=self.options.te_backend,
-                checkpoint=te_module(self.options.te_backend).checkpoint,
                 reentrant=self.options.reentrant,
                 offload=self.offload,
                 **arguments,

@@ -23,12 +23,9 @@ def quantize_weights(model: nn.Module) -> dict[str, Tensor]:
     te = importlib.import_module("transformer_engine.pytorch")
     originals = {}
     for prefix, module in model.named_modules():
-        names = [
-            name
-            for name, init in getattr(module, "param_init_meta", {}).items()
-            if init.fp8_meta_index is not None
-        ]
-        for name in names:
+        for name, init in list(getattr(module, "param_init_meta", {}).items()):
+            if init.fp8_meta_index is None:
+                continue
             weight = module.get_parameter(name).detach()
             originals[f"{prefix}.{name}"] = weight
             quantizer = te.Float8CurrentScalingQuantizer(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.patches import PARAMETERS_ON_META
 from fp8_suite.core.recipes import LM_HEAD_RECIPE
 from fp8_suite.te_models.kernels.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
@@ -167,12 +167,9 @@ class HFCausalLM(nn.Module):
             return result
         if weight is None or not isinstance(balance, Tensor):
             reason = "its config.json has no router_aux_loss_coef" if weight is None else "it returns none"
-            raise UserError(
-                f"--model_name: the load-balancing loss of {type(self.model).__name__}'s router is "
-                f"unavailable ({reason}); set output_router_logits to false in its config.json",
-                flags=("model_name",),
-                exit_code=EXIT_BAD_SETTING,
-            )
+            reason = f"the load-balancing loss of its router is unavailable ({reason})"
+            way = "set output_router_logits to false in its config.json"
+            raise bad_setting(f"{reason}; {way}", model_name=type(self.model).__name__)
         return result._replace(loss=result.loss + weight * (labels != IGNORE).sum() * balance)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from fp8_suite.te_models.emulation.gemm import LinearFunction, RMSNormFunction, SwiGLUFunction
-from fp8_suite.te_models.emulation.scaling import Fp8Module, Gemm
+from fp8_suite.te_models.emulation.scaling import Fp8Module
 from torch import Tensor, nn
 
 INIT_STD = 0.023  # TE's default for weights that are not on the meta device
@@ -40,11 +40,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         dtype = activation_dtype(x, self.weight.dtype)
         return RMSNormFunction.apply(x, self.weight, self.eps, dtype, dtype)
-
-
-def _cast_from(gemm: Gemm, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a fused cast reads: float32 or the activation dtype."""
-    return torch.float32 if gemm.recipe.casts_float32 else dtype
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -86,7 +81,8 @@ class LayerNormLinear(Fp8Module):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype, (gemm,) = activation_dtype(x), self.gemms(x)
-        normed = RMSNormFunction.apply(x, self.layer_norm_weight, self.eps, dtype, _cast_from(gemm, dtype))
+        cast_from = torch.float32 if gemm.recipe.casts_float32 else dtype
+        normed = RMSNormFunction.apply(x, self.layer_norm_weight, self.eps, dtype, cast_from)
         return _linear(normed, self.weight, self.bias, dtype, gemm, None)
 
 
@@ -104,7 +100,7 @@ class LayerNormMLP(Fp8Module):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype, (fc1, fc2) = activation_dtype(x), self.gemms(x)
-        cast_from = _cast_from(fc1, dtype)
+        cast_from = torch.float32 if fc1.recipe.casts_float32 else dtype
         normed = RMSNormFunction.apply(x, self.layer_norm_weight, self.eps, dtype, cast_from)
         hidden = _linear(normed, self.fc1_weight, None, dtype, fc1, None)  # [..., 2F]
         act, amax = SwiGLUFunction.apply(hidden, cast_from, fc2.recipe.scales_float32)  # [..., F]

@@ -82,7 +82,8 @@ def self_test() -> str | None:
     x = torch.randn(208, 2 * 176, device="cuda", generator=generator).mul(2).bfloat16()
     grad = torch.randn(208, 176, device="cuda", generator=generator).bfloat16()
     # This raises if TE's lookup has changed.
-    _mlp_module()._act_func("swiglu", SimpleNamespace(delayed=lambda: True))
+    mlp = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
+    mlp._act_func("swiglu", SimpleNamespace(delayed=lambda: True))
     ours, tes = (_trial_quantizer(tex.DType.kFloat8E4M3) for _ in range(2))
     wrong = difference(swiglu(tex.swiglu, x, ours), tex.swiglu(x, tes), ours, tes)
     ours, tes = (_trial_quantizer(tex.DType.kFloat8E5M2) for _ in range(2))
@@ -117,10 +118,6 @@ def difference(result: Any, expected: Any, ours: Any, tes: Any) -> str | None:
         if a.shape != b.shape or distance.max() > 1 or distance.float().mean() > MAX_ROUNDING_DIFFERENCES:
             return name.strip("_")
     return None
-
-
-def _mlp_module() -> Any:
-    return importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
 
 
 def _float8_tensor() -> Any:

@@ -88,7 +88,7 @@ def test_offloaded_activations_return_unchanged(recompute, monkeypatch):
 
 
 def test_offloaded_activations_leave_the_gpu():
-    inputs, kept = batch([[2048]] * 8, packed=False), {}
+    inputs, kept, buffers = batch([[2048]] * 8, packed=False), {}, set()
     for offloads in (False, True):
         options = {"recompute": "layer", "offload_activations": offloads}
         model = build(spec(layers=8), use_te=True, packed=False, **options)
@@ -99,10 +99,13 @@ def test_offloaded_activations_leave_the_gpu():
                 loss = model(**inputs).loss
             kept[offloads] = torch.cuda.memory_allocated(DEVICE) - before
             loss.backward()
-        assert not offloads or not (model.offload.stored or model.offload.leaving)
+            if offloads:
+                assert not (model.offload.stored or model.offload.leaving)
+                buffers.add(sum(map(len, model.offload.free.values())))
         del model, loss
     layer = 8 * 2048 * 512 * 2 * 2  # bytes of a layer's input and attention output
     assert kept[False] - kept[True] == pytest.approx(6 * layer, rel=0.05)
+    assert len(buffers) == 1, "the second pass reuses the host buffers of the first"
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])

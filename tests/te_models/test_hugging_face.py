@@ -11,7 +11,7 @@ from fp8_suite.te_models.build import build_model, export_tensors
 from fp8_suite.te_models.dependence import refuse_dependent_samples
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.hugging_face import materialize, parameters_on_meta
-from fp8_suite.te_models.kernels.packed_attention import packed_attention
+from fp8_suite.te_models.kernels.packed_attention import ATTENTION_NAME, packed_attention
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import ModelSpec, find_model
 from fp8_suite.training.checkpoint.export import export_hf
@@ -310,12 +310,12 @@ def test_unavailable_router_loss_is_refused():
     model = build("mixtral", output_router_logits=True)
     del model.model.router_aux_loss_coef
     model.model.config = SimpleNamespace(output_router_logits=True, return_dict=True)
-    with pytest.raises(UserError, match=r"MixtralForCausalLM's .*has no router_aux_loss_coef.; set out"):
+    with pytest.raises(UserError, match=r"MixtralForCausalLM: .*has no router_aux_loss_coef.; set out"):
         model(**inputs([16]))
     assert model.eval()(**inputs([16])).loss > 0
     jetmoe = {"output_router_logits": True, "kv_channels": 8}
     # This model never returns a router loss in transformers, regardless of the configuration.
-    with pytest.raises(UserError, match=r"JetMoeForCausalLM's router .*it returns none.; set out"):
+    with pytest.raises(UserError, match=r"JetMoeForCausalLM: .*it returns none.; set out"):
         build("jetmoe", **jetmoe)(**inputs([16]))
     build("jetmoe", **jetmoe, aux_loss_coef=0.0)(**inputs([16]))
 

@@ -1,9 +1,7 @@
 """Levels of recomputation: emulated TE layers, Hugging Face layers, and --recompute's values."""
 
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.emulation import gemm
 from fp8_suite.te_models.options import BuildOptions
-from fp8_suite.te_models.recompute import offload
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS, recompute_levels
 from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.config import config_from_dict
@@ -139,59 +136,3 @@ def test_levels_are_given_for_all_layers_or_by_number():
     with pytest.raises(UserError, match=drop):
         config_from_dict({"recompute": "full", "gradient_checkpointing": True})
     assert config_from_dict({"gradient_checkpointing": True}).model.recomputation == "layer"
-
-
-class HostStream:
-    """Stream of a test without a GPU: work is done at once."""
-
-    def wait_stream(self, other): ...
-
-    def wait_event(self, event): ...
-
-    def record_event(self):
-        return object()
-
-
-@pytest.fixture
-def buffers(monkeypatch) -> list[int]:
-    """Run the offload on the CPU; returns the sizes of the host buffers that it allocates."""
-    sizes = []
-
-    def empty(*shape, pin_memory=False, **kwargs):
-        sizes.append(shape[0])
-        return torch.empty(*shape, **kwargs)
-
-    streams = SimpleNamespace(
-        Stream=lambda device=None: HostStream(),
-        current_stream=HostStream,
-        stream=lambda stream: nullcontext(),
-    )
-    host = SimpleNamespace(
-        cuda=streams,
-        empty=empty,
-        empty_like=lambda tensor, **kwargs: torch.empty_like(tensor),
-        uint8=torch.uint8,
-    )
-    monkeypatch.setattr(offload, "torch", host)
-    monkeypatch.setattr(offload, "SMALLEST", 2**8)
-    return sizes
-
-
-@pytest.mark.parametrize("recompute", ["cheap", "layer:2", "full"])
-def test_offloaded_activations_change_no_bits_and_reuse_their_buffers(recompute, buffers):
-    several = (17, 24, 9)  # as without packing
-    model = build_model(SPEC, replace(OPTIONS, recompute=recompute, offload_activations=True))
-    plain = build_model(SPEC, OPTIONS)
-    autocast = build_autocast(fp8("delayed"), device=CPU, parameter_dtype=torch.bfloat16)
-    allocated = []
-    for lengths in ((32,), several, several):
-        for length in lengths:
-            ids = torch.randint(0, 256, (2, length), generator=torch.Generator().manual_seed(length))
-            for trained in (model, plain):
-                with autocast():
-                    loss = trained(ids, ids).loss
-                loss.backward()
-        assert equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
-        allocated.append(sum(buffers))
-    of_longest, of_several, of_several_again = allocated
-    assert 0 < of_longest < of_several == of_several_again <= 2 * of_longest

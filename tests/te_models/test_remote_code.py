@@ -62,13 +62,10 @@ def folder(tmp_path) -> str:
     return save_model(tmp_path / "own", model_type="own-llama")
 
 
-def test_own_code_runs_only_with_the_flag(folder):
-    with pytest.raises(UserError, match=f"--model_name {folder}: .*add --trust_remote_code"):
-        find_model(folder, init="auto", use_te=False)
-
-
 @pytest.mark.parametrize("shard", [None, lambda model: None], ids=["full", "sharded"])
 def test_model_with_own_code_is_built_counted_exported_and_generates(folder, tmp_path, shard):
+    with pytest.raises(UserError, match=f"--model_name {folder}: .*add --trust_remote_code"):
+        find_model(folder, init="auto", use_te=False)
     spec = find_model(folder, init="auto", use_te=False, trust_remote_code=True)
     weights = dict(export_tensors(build_model(spec, replace(OPTIONS, shard=shard))))
     assert count_parameters(spec) == sum(t.numel() for t in weights.values())

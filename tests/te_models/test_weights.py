@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError
-from fp8_suite.te_models.build import build_model, export_tensors, no_gather
+from fp8_suite.te_models.build import build_model, export_tensors
 from fp8_suite.te_models.decoder import TECausalLM
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.options import BuildOptions
@@ -147,9 +147,7 @@ def test_export_of_a_te_model_equals_the_loaded_hugging_face_model(family, tied,
     save(tmp_path, tensors)
     model = te_form(spec)
     load_te(model, SafetensorsSource(tmp_path))
-    folder = export_hf(
-        tmp_path / "export", te_to_hf(model, no_gather), config=spec.config, dtype=torch.float32
-    )
+    folder = export_hf(tmp_path / "export", te_to_hf(model, list), config=spec.config, dtype=torch.float32)
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(keys for kind, keys in info.items() if kind.endswith("keys"))
     loaded = dict(model.named_parameters())
@@ -162,7 +160,7 @@ def test_both_forms_start_from_the_same_random_weights(family):
     spec = tiny(family)
     model = te_form(spec)
     load_te(model, weight_source(spec, seed=3, device=CPU))
-    te, hf = dict(te_to_hf(model, no_gather)), dict(export_tensors(build_model(spec, HF_FORM)))
+    te, hf = dict(te_to_hf(model, list)), dict(export_tensors(build_model(spec, HF_FORM)))
     assert te.keys() == hf.keys() and all(torch.equal(te[name], hf[name]) for name in te)
 
 
@@ -360,7 +358,7 @@ def load_shards(rank: int, folder: Path) -> None:
         source = Counted(distinct(spec))
         load_te(model, source)
         load_te(unsharded, source.source)
-        expected = dict(te_to_hf(unsharded, no_gather))
+        expected = dict(te_to_hf(unsharded, list))
         gathered = dict(te_to_hf(model, lambda tensors: [t.full_tensor() for t in tensors]))
         assert gathered.keys() == expected.keys()
         assert all(torch.equal(gathered[key], tensor) for key, tensor in expected.items())
