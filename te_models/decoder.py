@@ -191,6 +191,7 @@ class TECausalLM(nn.Module):
                 hidden,
                 level=level,
                 backend=self.options.te_backend,
+                checkpoint=te_module(self.options.te_backend).checkpoint,
                 reentrant=self.options.reentrant,
                 offload=self.offload,
                 **arguments,

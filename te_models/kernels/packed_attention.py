@@ -179,13 +179,13 @@ def hf_attention(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     flash_4: bool = False,
-    **others: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: query [B, H, S, K], key and value [B, G, S, K] -> [B, S, H, K].
 
     Without `cu_seq_lens_q` every row is one sequence.
     """
-    unsupported = _unsupported(module, attention_mask, others)
+    unsupported = _unsupported(module, attention_mask, arguments)
     assert unsupported is None, f"{type(module).__name__} attends with {unsupported}"
     if torch.is_autocast_enabled(query.device.type):  # RoPE leaves queries and keys in float32
         dtype = torch.get_autocast_dtype(query.device.type)

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from fp8_suite.core.patches import EMULATED_GEMMS, TE_ATTENTION, TE_GEMMS
-from fp8_suite.te_models.backend import Backend, te_module
 from fp8_suite.te_models.recompute.checkpoint import checkpoint_te
 from fp8_suite.te_models.recompute.offload import ActivationOffload
 from fp8_suite.te_models.settings import KEPT
@@ -40,14 +39,16 @@ def run_recomputed(
     hidden: Tensor,
     *,
     level: str,
-    backend: Backend,
+    backend: str,
+    checkpoint: Callable,
     reentrant: bool = False,
     offload: ActivationOffload | None = None,
     **arguments: Any,
 ) -> Tensor:
     """Run a TE layer on `hidden` [T, D] or [B, S, D] so that backward recomputes it at `level`.
 
-    If `reentrant`, nothing but the input is kept. `offload` moves what the layer keeps to the host; it needs
+    `checkpoint` is that of the backend, "native" or "emulated"; native layers need it only if `reentrant`:
+    then nothing but the input is kept. `offload` moves what the layer keeps to the host; it needs
     `reentrant=False`.
     """
     # In a reentrant first pass autograd is off, and kernels omit results that only backward needs.
@@ -60,7 +61,7 @@ def run_recomputed(
     if backend == "native" and not reentrant:
         checkpoint = functools.partial(checkpoint_te, layer)
     else:
-        checkpoint = functools.partial(te_module(backend).checkpoint, use_reentrant=reentrant)
+        checkpoint = functools.partial(checkpoint, use_reentrant=reentrant)
     if offload is None:
         return checkpoint(run, hidden, **arguments)
     inputs = [hidden]

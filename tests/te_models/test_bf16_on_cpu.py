@@ -46,8 +46,8 @@ def test_equals_the_fp32_product_of_bf16_operands(name, no_bf16_instructions):
         rounded = results_and_gradients(product, operands)
     assert {x.dtype for x in rounded} == {torch.bfloat16}
     tolerance = {"rtol": 2**-7, "atol": 2**-7} if "attention" in name else {"rtol": 2**-8, "atol": 1e-30}
-    for got, expected in zip(rounded, exact, strict=True):
-        torch.testing.assert_close(got.float(), expected, **tolerance)
+    for result, expected in zip(rounded, exact, strict=True):
+        torch.testing.assert_close(result.float(), expected, **tolerance)
 
 
 def test_writes_into_out(no_bf16_instructions):

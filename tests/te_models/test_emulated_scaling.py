@@ -111,8 +111,8 @@ def fp8(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     return (x.detach().float() * scale).clamp(-limit, limit).to(dtype).double() / scale
 
 
-def close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-5 * expected.abs().max().item())
+def close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-5 * expected.abs().max().item())
 
 
 def test_with_fsdp2_backward_casts_the_weight_with_its_new_scale():

@@ -203,16 +203,16 @@ DELAYED = f"{EMULATED} fp8 --fp8_scenario delayed --gradient_checkpointing --max
 
 
 def test_run_resumes_bit_for_bit_and_exports(tmp_path):
-    whole = train(tmp_path / "whole", DELAYED)
-    again = train(tmp_path / "again", f"{DELAYED} --resume {whole}/checkpoints/step_000002")
-    losses = curve(whole)
-    assert curve(again) == {step: losses[step] for step in (3, 4)}
-    assert same(exported(again), exported(whole))
-    assert "model.layers.0.self_attn.q_proj.weight" in exported(whole)
-    assert same(saved(again, 4), saved(whole, 4))
-    scales = [name for name in saved(whole, 4) if "scaling_" in name]
+    uninterrupted = train(tmp_path / "whole", DELAYED)
+    resumed = train(tmp_path / "again", f"{DELAYED} --resume {uninterrupted}/checkpoints/step_000002")
+    losses = curve(uninterrupted)
+    assert curve(resumed) == {step: losses[step] for step in (3, 4)}
+    assert same(exported(resumed), exported(uninterrupted))
+    assert "model.layers.0.self_attn.q_proj.weight" in exported(uninterrupted)
+    assert same(saved(resumed, 4), saved(uninterrupted, 4))
+    scales = [name for name in saved(uninterrupted, 4) if "scaling_" in name]
     assert len(scales) == 3 * 4 * 2 * 2  # layers, modules, directions, scale and history
-    environment = record(whole, "env.json")
+    environment = record(uninterrupted, "env.json")
     assert (environment["te_backend"], environment["emulated"]) == ("emulated", True)
     assert environment["coverage"]["fp8_modules"] == 9  # qkv, proj and MLP of three layers
 

@@ -27,10 +27,10 @@ def test_loss_gradients_and_accuracy_match_torch(chunk_bytes, monkeypatch):
         torch.testing.assert_close(out.loss, expected)
         assert out.correct == correct
     out = linear_cross_entropy(h, w, labels)
-    found, wanted = (torch.autograd.grad(loss / 7, (h, w)) for loss in (out.loss, expected))
-    torch.testing.assert_close(found, wanted)
+    grads, expected_grads = (torch.autograd.grad(loss / 7, (h, w)) for loss in (out.loss, expected))
+    torch.testing.assert_close(grads, expected_grads)
     frozen = linear_cross_entropy(h.detach(), w, labels).loss / 7
-    assert torch.equal(torch.autograd.grad(frozen, w)[0], found[1]), "the head trains on frozen hidden states"
+    assert torch.equal(torch.autograd.grad(frozen, w)[0], grads[1]), "the head trains on frozen hidden states"
     with torch.no_grad():
         evaluated = linear_cross_entropy(h, w, labels).loss
     assert not evaluated.requires_grad and torch.equal(evaluated, out.loss)

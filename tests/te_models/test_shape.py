@@ -45,11 +45,11 @@ def test_matmul_parameters():
 def test_model_flops():
     assert attention_flops(SMALL, sum_squared_lengths=4 + 9) == 6 * 2 * 12 * 13
     assert model_flops(SMALL, tokens=5, sum_squared_lengths=13) == 37_500 + 1872
-    whole = model_flops(LLAMA_8B, tokens=8192, sum_squared_lengths=8192**2)
-    assert whole / 8192 == pytest.approx(51.47e9, abs=0.005e9)
+    flops = model_flops(LLAMA_8B, tokens=8192, sum_squared_lengths=8192**2)
+    assert flops / 8192 == pytest.approx(51.47e9, abs=0.005e9)
     packed = model_flops(LLAMA_8B, tokens=8192, sum_squared_lengths=8 * 1024**2)
     # 6 * 32 layers * 4096 * (8192^2 - 8*1024^2)
-    assert whole - packed == 786_432 * 58_720_256
+    assert flops - packed == 786_432 * 58_720_256
 
 
 def test_shape_from_hf_config():

@@ -167,13 +167,15 @@ def test_both_forms_start_from_the_same_random_weights(family):
 def test_random_weights_depend_only_on_seed_and_name_and_fit_bf16():
     shapes = {name: torch.Size([64, 64]) for name in ("a.weight", "b.weight")}
     shapes |= {name: torch.Size([4]) for name in ("n.bias", "n.weight")}
-    first, again, other = (RandomSource(shapes, seed=s, std=0.02, device=CPU) for s in (0, 0, 1))
+    first, again, of_other_seed = (RandomSource(shapes, seed=s, std=0.02, device=CPU) for s in (0, 0, 1))
     again.get("b.weight")
     weight = first.get("a.weight")
     assert torch.equal(weight, again.get("a.weight")) and torch.equal(
         weight[7:9], first.rows("a.weight", 7, 9)
     )
-    assert not torch.equal(weight, first.get("b.weight")) and not torch.equal(weight, other.get("a.weight"))
+    assert not torch.equal(weight, first.get("b.weight")) and not torch.equal(
+        weight, of_other_seed.get("a.weight")
+    )
     assert weight.float().std().item() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(weight.float(), weight.float().bfloat16().float())
     assert not first.get("n.bias").any() and first.get("n.weight").eq(1).all()
