@@ -19,7 +19,6 @@ TINY = {
     **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-    "initializer_range": 0.3,  # large enough for every dependence to show
 }
 EXPERTS = {
     "num_experts_per_tok": 2,
@@ -99,7 +98,8 @@ REFUSED = {
 def build(model_type, changes, *, packed, te_backend=None):
     base = {"dtype": torch.float32, "device": torch.device("cpu"), "max_positions": LENGTH}
     options = BuildOptions(te_backend=te_backend, packed=packed, **base)
-    config = AutoConfig.for_model(model_type, **TINY | changes)
+    # The weights are large enough for every dependence to show.
+    config = AutoConfig.for_model(model_type, **TINY | {"initializer_range": 0.3} | changes)
     return build_model(ModelSpec(model_type, config, None), options).eval()
 
 
