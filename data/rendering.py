@@ -184,8 +184,8 @@ def _attempt(finish: Callable[[Row], str], message: Row) -> str | None:
         return None
 
 
-def common_start(one: str, other: str) -> str:
-    return os.path.commonprefix([one, other])  # noqa: RUF071 - characters are meant
+def common_start(*texts: str) -> str:
+    return os.path.commonprefix(texts)  # noqa: RUF071 - characters are meant
 
 
 def contains(text: str, part: str) -> bool:

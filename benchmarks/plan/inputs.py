@@ -73,15 +73,6 @@ def _parameters(shape: ModelShape, family: Family, *, tied: bool) -> int:
     return size.gemm_weights + shape.num_layers * layer + size.root
 
 
-def refuse_unplanned(cfg: Config) -> None:
-    """Raise UserError for settings that the planner does not cover."""
-    if cfg.optim.max_steps == 0:
-        raise bad_setting("evaluates only, and plans are of training; drop it", max_steps=0)
-    if rule := unpredicted(cfg, cfg.sharding.sharding_mode):
-        reason, settings = rule
-        raise bad_setting(reason, **settings)
-
-
 def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
     """Raise the UserError that training would raise for this model's layers, precision or sequence length."""
     name, shape = cfg.model.model_name, model.size.shape
@@ -111,11 +102,15 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
 
 def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> Sizing:
     """Choose mode, optimizer and sizes as training would. UserError for what it or the planner refuses."""
-    refuse_unplanned(cfg)
+    mode, per_node = cfg.sharding.sharding_mode, min(gpus, gpus_per_node)
+    if cfg.optim.max_steps == 0:
+        raise bad_setting("evaluates only, and plans are of training; drop it", max_steps=0)
+    if rule := unpredicted(cfg, mode):
+        reason, settings = rule
+        raise bad_setting(reason, **settings)
     check_launch(cfg, gpus)
     model, memory = read_model(cfg.model.model_name), int(gpu.memory_gb * 1e9)
     refuse_what_training_refuses(cfg, model)
-    mode, per_node = cfg.sharding.sharding_mode, min(gpus, gpus_per_node)
     if gpus == 1 and (mode == AUTO or not MODES[mode].offload):
         mode = "single"
     if mode == "hsdp":

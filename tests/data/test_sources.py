@@ -268,12 +268,12 @@ def test_long_texts_are_split_without_losing_a_token(load, tokenizer, packing, s
             pieces[row].append(ids[at : int(end)])
             at = int(end)
     for row, document in enumerate(documents):
-        whole = tokenizer(document)["input_ids"] + [tokenizer.eos_token_id]
+        ids_of_document = tokenizer(document)["input_ids"] + [tokenizer.eos_token_id]
         starts = {}
         for piece in pieces[row]:
-            [start] = [i for i in range(len(whole)) if whole[i : i + len(piece)] == piece]
+            [start] = [i for i in range(len(ids_of_document)) if ids_of_document[i : i + len(piece)] == piece]
             starts[start] = piece
-        assert list(chain.from_iterable(starts[i] for i in sorted(starts))) == whole
+        assert list(chain.from_iterable(starts[i] for i in sorted(starts))) == ids_of_document
 
 
 @pytest.mark.parametrize("packing", [False, True])
