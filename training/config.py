@@ -18,12 +18,7 @@ from fp8_suite.data.settings import EVAL_SAMPLES, DataConfig
 from fp8_suite.te_models.settings import ModelConfig, named_levels
 from fp8_suite.training.checkpoint.settings import CheckpointConfig
 from fp8_suite.training.optim.settings import OptimConfig
-from fp8_suite.training.parallel.settings import (
-    DEEPSPEED_MODES,
-    FSDP_MODES,
-    ZERO_3_MODES,
-    ShardingConfig,
-)
+from fp8_suite.training.parallel.settings import DEEPSPEED_MODES, FSDP_MODES, ZERO_3_MODES, ShardingConfig
 from fp8_suite.training.precision.settings import (
     MAX_MARGIN,
     PrecisionConfig,

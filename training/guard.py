@@ -31,14 +31,7 @@ class StepGuard:
     A step's outcome is read after the next step is launched, so the GPU never waits for the host.
     """
 
-    def __init__(
-        self,
-        cfg: OptimConfig,
-        stack: Stack,
-        progress: Progress,
-        *,
-        warn: Callable[[str], Any],
-    ):
+    def __init__(self, cfg: OptimConfig, stack: Stack, progress: Progress, *, warn: Callable[[str], Any]):
         self.cfg, self.stack, self.progress, self.warn = cfg, stack, progress, warn
         self._unread: list[tuple[int, StepResult]] = []
         self._norms: deque[float] = deque(maxlen=100)  # gradient norms of the last applied steps

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from fp8_suite.data.build import BatchShape, Loaders, build_loaders
 from fp8_suite.data.tokenizer import load_tokenizer
 from fp8_suite.te_models.kernels.selection import Kernels
 from fp8_suite.te_models.presets import LOCAL_PRESETS
-from fp8_suite.te_models.spec import ModelSpec, with_special_tokens
+from fp8_suite.te_models.spec import with_special_tokens
 from fp8_suite.training.checkpoint.export import check_export
 from fp8_suite.training.checkpoint.resume import (
     ResumePoint,
@@ -60,7 +61,6 @@ class PreparedRun:
     """
 
     cfg: Config  # with numbers in place of `auto`
-    device: torch.device
     watchdog: Watchdog
     started: float  # time.perf_counter() at process start
     resolved: Resolved
@@ -78,7 +78,7 @@ class PreparedRun:
     @property
     def gpus(self) -> int:
         """Number of GPUs, over all ranks."""
-        return self.strategy.world_size if self.device.type == "cuda" else 0
+        return self.strategy.world_size if self.strategy.device.type == "cuda" else 0
 
 
 def prepare(
@@ -104,23 +104,16 @@ def prepare(
             "looking for a checkpoint", lambda: _find_checkpoint(cfg, resolved.precision, folder, checkpoints)
         )
         ranks.run_on_rank0(lambda: _record_settings(cfg, folder))  # loading the data may take hours
-        tokenizer, loaders = _on_each_rank(
-            watchdog,
-            "loading the data",
-            lambda: _load_tokenizer_and_data(cfg, resolved, device, resumes=resume is not None),
-            DATA_SECONDS,
-        )
+        load = partial(_load_data, cfg, resolved, device, resumes=resume is not None)
+        tokenizer, loaders = _on_each_rank(watchdog, "loading the data", load, DATA_SECONDS)
         ranks.agree("the data", loaders.identity)
         if resolved.model.weights is None:
             resolved = replace(resolved, model=with_special_tokens(resolved.model, tokenizer))
-        if resume and loaders.train:
-            loaders.train.load_state_dict(resume.meta["loader"])
         total_steps, finished = _count_steps(cfg, folder, resume, loaders)
     if not finished:
         ranks.run_on_rank0(lambda: write_config(cfg, folder))
     prepared = PreparedRun(
         cfg=cfg,
-        device=device,
         watchdog=watchdog,
         started=started,
         resolved=resolved,
@@ -206,26 +199,17 @@ def _record_settings(cfg: Config, folder: Path) -> None:
         write_config(cfg, folder)
 
 
-def _load_tokenizer(cfg: Config, spec: ModelSpec) -> Any:
-    return load_tokenizer(
+def _load_data(
+    cfg: Config, resolved: Resolved, device: torch.device, *, resumes: bool
+) -> tuple[Any, Loaders]:
+    """Load the tokenizer, build the loaders, and print which columns and rows they use."""
+    spec = resolved.model
+    tokenizer = load_tokenizer(
         cfg.model.tokenizer_name or ("demo" if spec.name in LOCAL_PRESETS else spec.name),
         family=spec.family,
         trust_remote_code=cfg.model.trust_remote_code,
     )
-
-
-def _load_tokenizer_and_data(
-    cfg: Config, resolved: Resolved, device: torch.device, *, resumes: bool
-) -> tuple[Any, Loaders]:
-    tokenizer = _load_tokenizer(cfg, resolved.model)
-    return tokenizer, _load_data(cfg, resolved, tokenizer, device, resumes=resumes)
-
-
-def _load_data(
-    cfg: Config, resolved: Resolved, tokenizer: Any, device: torch.device, *, resumes: bool
-) -> Loaders:
-    """Build the loaders and print which columns and rows they use."""
-    config = resolved.model.config.get_text_config()
+    config = spec.config.get_text_config()
     evaluated = "checkpoint" if resumes else "model"
     loaders = build_loaders(
         cfg.data,
@@ -254,13 +238,13 @@ def _load_data(
         print_rank0(line)
     for line in loaders.eval_report.lines() if loaders.eval_report else ():
         print_rank0(f"evaluation: {line}")
-    return loaders
+    return tokenizer, loaders
 
 
 def _count_steps(cfg: Config, folder: Path, resume: ResumePoint | None, loaders: Loaders) -> tuple[int, bool]:
     """Return (total steps of the run, True if an earlier launch finished it). Collective.
 
-    On resume, `loaders.train` is at the checkpoint's position.
+    On resume, set `loaders.train` to the checkpoint's position.
     """
     if loaders.train is None:
         finished = resume and ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, 0, exports=False))
@@ -273,6 +257,7 @@ def _count_steps(cfg: Config, folder: Path, resume: ResumePoint | None, loaders:
                 f"rate never reaches --learning_rate {cfg.optim.learning_rate}"
             )
         return total, False
+    loaders.train.load_state_dict(resume.meta["loader"])
     total = count_resumed_steps(cfg, resume.meta, loaders.train, ranks.world_size())
     finished = ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, total, exports=cfg.exports))
     if total > resume.step and total != (saved := resume.meta["total_steps"]):

@@ -154,10 +154,10 @@ def _seed(seed: int, *, deterministic: bool) -> None:
 def _report_model(prepared: PreparedRun, assembly: Assembly) -> None:
     strategy, resolved = prepared.strategy, prepared.resolved
     layers = {"native": "Transformer Engine", "emulated": "emulated Transformer Engine"}
-    where = str(prepared.device)
+    where = str(strategy.device)
     if strategy.world_size > 1:
         nodes = f" on {strategy.num_nodes} nodes" if strategy.num_nodes > 1 else ""
-        where = f"{strategy.world_size} x {prepared.device.type}{nodes}, {strategy.mode}"
+        where = f"{strategy.world_size} x {strategy.device.type}{nodes}, {strategy.mode}"
     kind = layers.get(resolved.precision.te_backend, "Hugging Face")
     print_rank0(
         f"{resolved.model.name}: {assembly.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"
@@ -363,9 +363,9 @@ def _generate_samples(prepared: PreparedRun, prompts: list[Any]) -> None:
     prompts, export = prompts[: prepared.cfg.checkpoint.generate_samples], prepared.folder / "export"
     if not prompts or not export.exists():
         return
-    trusts = {"trust_remote_code": prepared.resolved.model.trust_remote_code}
+    trusts_code, device = prepared.resolved.model.trust_remote_code, prepared.strategy.device
     try:
-        text = generate_answers(export, prompts, prepared.tokenizer, prepared.device, **trusts)
+        text = generate_answers(export, prompts, prepared.tokenizer, device, trust_remote_code=trusts_code)
         (prepared.folder / SAMPLES_FILE).write_text(text, encoding="utf-8")
     except Exception as error:  # must not fail a finished run
         print_rank0(f"WARNING: --generate_samples: no answers ({type(error).__name__}: {first_line(error)})")

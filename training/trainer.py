@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from fp8_suite.core.signals import StopFlag, Stopped
 from fp8_suite.data.build import Loaders
 from fp8_suite.training.checkpoint.progress import Progress
+from fp8_suite.training.checkpoint.state import CheckpointSaver
 from fp8_suite.training.config import Config
 from fp8_suite.training.guard import StepGuard
 from fp8_suite.training.parallel import ranks
@@ -20,16 +21,6 @@ from fp8_suite.training.step import Stack, StepResult, evaluate, train_step
 from fp8_suite.training.tracking.display import Display
 from fp8_suite.training.tracking.meter import WARMUP_STEPS, Meter
 from fp8_suite.training.tracking.tracker import Tracker
-
-
-class Saver(Protocol):
-    """Interface for saving checkpoints."""
-
-    saved_step: int  # step of this run's newest checkpoint; -1: none
-    restored_unevaluated: bool  # the step of the restored checkpoint has no eval loss yet
-
-    def save(self, step: int, eval_loss: float | None) -> None: ...
-    def record_eval_loss(self, step: int, eval_loss: float) -> None: ...
 
 
 class Hooks:
@@ -58,7 +49,7 @@ class Trainer:
         stack: Stack,
         loaders: Loaders,
         logs: Logs,
-        saver: Saver,
+        saver: CheckpointSaver,
         progress: Progress,
         hooks: Hooks | None = None,
     ):

@@ -56,10 +56,7 @@ def test_garbage_is_collected_again_once_libraries_are_loaded(monkeypatch):
         ("--tokenizer_name /none", "--tokenizer_name /none: there is no such folder"),
         ("--dataset_name none.csv", "--dataset_name none.csv: no such file"),
         ("--dataset_name README.md", "--dataset_name README.md: not a data file"),
-        (
-            "--deepspeed_config none.json --sharding_mode deepspeed",
-            "no such file; ds_configs/ has",
-        ),
+        ("--deepspeed_config none.json --sharding_mode deepspeed", "no such file; ds_configs/ has"),
         ("--deepspeed_config README.md --sharding_mode deepspeed", "not valid JSON"),
     ],
 )

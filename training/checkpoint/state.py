@@ -61,9 +61,10 @@ def save_run(
 
 
 class CheckpointSaver:
-    """Saves checkpoints for the training loop; see `trainer.Saver`.
+    """Saves checkpoints for the training loop.
 
-    `checkpoints` is None with --no_save_checkpoints. `scaling.state()` returns the FP8 scaling state.
+    `checkpoints` is None with --no_save_checkpoints. `saved_step` is the step of the run's newest checkpoint,
+    -1 if it has none; `restored_unevaluated` is True if the step of the restored one has no eval loss yet.
     """
 
     def __init__(

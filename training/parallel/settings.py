@@ -60,24 +60,15 @@ class ShardingConfig(Section):
         None, "ranks that share one copy of the model under hsdp; default: the ranks of a node", minimum=1
     )
     grad_reduce_dtype: Literal["fp32", "bf16", "fp8"] = setting(
-        "fp32",
-        "dtype of gradient sums over ranks and micro-batches; fp8: sent in FP8, accumulated in BF16",
+        "fp32", "dtype of gradient sums over ranks and micro-batches; fp8: sent in FP8, accumulated in BF16"
     )
     fp8_all_gather: bool = setting(
-        False,
-        "all-gather linear weights in FP8 (FSDP; recipe current with --use_te, tensorwise without)",
+        False, "all-gather linear weights in FP8 (FSDP; recipe current with --use_te, tensorwise without)"
     )
     memory_limit_gb: float | None = resumable(
-        None,
-        "GPU memory to use, in GB (10^9 bytes); default: all",
-        above=0,
-        affects="nothing",
+        None, "GPU memory to use, in GB (10^9 bytes); default: all", above=0, affects="nothing"
     )
-    empty_cache_freq: int = resumable(
-        0,
-        "steps between calls of torch.cuda.empty_cache; 0: never",
-        minimum=0,
-    )
+    empty_cache_freq: int = resumable(0, "steps between calls of torch.cuda.empty_cache; 0: never", minimum=0)
     timeout_minutes: float = resumable(
         30.0,
         "end the job after this many minutes without progress; must exceed the longest save",
