@@ -51,10 +51,10 @@ class Trainer:
         logs: Logs,
         saver: CheckpointSaver,
         progress: Progress,
-        hooks: Hooks | None = None,
+        hooks: Hooks,
     ):
         self.cfg, self.stack, self.loaders, self.logs, self.saver = cfg, stack, loaders, logs, saver
-        self.total_steps, self.progress, self.hooks = stack.total_steps, progress, hooks or Hooks()
+        self.total_steps, self.progress, self.hooks = stack.total_steps, progress, hooks
         self.first_step = progress.step + 1  # first step of this launch
         self.stop = StopFlag(announces=ranks.rank() == 0)
         self.guard = StepGuard(cfg.optim, stack, progress, warn=logs.display.message)

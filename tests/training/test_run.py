@@ -28,7 +28,6 @@ from fp8_suite.data.chat import Encoder
 from fp8_suite.training import outcome, trainer
 from fp8_suite.training.checkpoint import progress
 from fp8_suite.training.checkpoint.resume import ResumePoint, check_resume, count_steps
-from fp8_suite.training.checkpoint.run_folder import train_losses
 from fp8_suite.training.config import config_from_dict, parse_config
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.run import main
@@ -36,15 +35,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.children import forked, preload, running
+from tests.training.parallel.jobs import SMALL, curve, exported, same_bits
 
 preload(__name__)
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = (
-    "--num_of_samples 60 --max_seq_length 128 --batch_size 2 --eval_samples 6 --num_workers 0 --num_proc 1 "
-    "--learning_rate 1e-3 --log_interval 1 --eval_interval 3 --deterministic --mixed_precision fp32"
-)
 
 
 def train(folder: Path, flags: str = "", *, code: int = 0) -> Path:
@@ -54,21 +50,8 @@ def train(folder: Path, flags: str = "", *, code: int = 0) -> Path:
     return folder
 
 
-def curve(folder: Path, metric: str = "train/loss") -> dict[int, float]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line[metric] for line in lines if metric in line}
-
-
 def record(folder: Path, name: str) -> dict:
     return json.loads((folder / name).read_text())
-
-
-def exported(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "export" / "model.safetensors")
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
 
 
 def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -76,14 +59,14 @@ def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
 
-WHOLE = "--max_steps 8 --save_interval 4"
+EIGHT_STEPS = "--max_steps 8 --save_interval 4"
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """Eight uninterrupted steps over more than one epoch, saved every four. Tests must not change it."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    return train(folder, f"{WHOLE} --eval_at_start --generate_samples 1")
+    return train(folder, f"{EIGHT_STEPS} --eval_at_start --generate_samples 1")
 
 
 @pytest.fixture
@@ -142,9 +125,9 @@ def test_the_export_scores_like_the_run(tmp_path):
 
 def test_a_default_folder_is_printed_and_its_config_resumes_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for given in ([*shlex.split(SMALL), "--max_steps", "1", "--no_export"], ["--max_steps", "2"]):
+    for flags in (f"{SMALL} --max_steps 1 --no_export", "--max_steps 2"):
         config = [f"--config={path}/settings.json" for path in Path("runs").glob("*")]
-        assert main([*config, *given], description="test", start=lambda cfg: CPU) == 0
+        assert main([*config, *flags.split()], description="test", start=lambda cfg: CPU) == 0
     (folder,) = Path("runs").iterdir()
     assert f"--output_dir {folder}" in capsys.readouterr().out and sorted(curve(folder)) == [1, 2]
 
@@ -169,17 +152,17 @@ def test_tokens_never_reach_output_or_run_folder(tmp_path, capsys, monkeypatch):
     assert report.main([str(folder)]) == 0
     printed = capsys.readouterr()
     assert secret not in printed.out + printed.err
-    found = {p.name for p in folder.rglob("*") if p.is_file() and secret in p.read_text(errors="ignore")}
-    assert found == {"settings.json"}
+    files = {p.name for p in folder.rglob("*") if p.is_file() and secret in p.read_text(errors="ignore")}
+    assert files == {"settings.json"}
 
 
 # Resumes
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(finished, tmp_path):
-    again = train(tmp_path / "again", f"{WHOLE} --resume {finished}/checkpoints/step_000004")
+    again = train(tmp_path / "again", f"{EIGHT_STEPS} --resume {finished}/checkpoints/step_000004")
     assert curve(again) == {step: loss for step, loss in curve(finished).items() if step > 4}
-    assert same(exported(again), exported(finished)) and same(saved(again, 8), saved(finished, 8))
+    assert same_bits(exported(again), exported(finished)) and same_bits(saved(again, 8), saved(finished, 8))
     meta, remeta = (record(f, "checkpoints/step_000008/meta.json") for f in (finished, again))
     assert all(meta[name] == remeta[name] for name in ("loader", "optimizer_steps"))
 
@@ -199,12 +182,12 @@ def stop_after_a_step(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("stop_after_a_step")
 def test_a_stopped_run_saves_and_the_same_command_resumes_it(finished, tmp_path, capsys):
-    folder = train(tmp_path / "run", f"{WHOLE} --learning_rate 1e-3", code=EXIT_INTERRUPTED)
-    *_, way_on, last = capsys.readouterr().out.strip().splitlines()
-    assert last == f"run folder: {folder}" and f"--output_dir {folder}" in way_on
+    folder = train(tmp_path / "run", f"{EIGHT_STEPS} --learning_rate 1e-3", code=EXIT_INTERRUPTED)
+    *_, advice, last = capsys.readouterr().out.strip().splitlines()
+    assert last == f"run folder: {folder}" and f"--output_dir {folder}" in advice
     assert 1 <= max(curve(folder)) < 8
     assert not (folder / "export").exists() and not (folder / "summary.json").exists()
-    train(folder, f"{WHOLE} --gradient_checkpointing")
+    train(folder, f"{EIGHT_STEPS} --gradient_checkpointing")
     assert curve(folder) == pytest.approx(curve(finished), rel=1e-6), "recomputation does not change losses"
 
 
@@ -227,7 +210,7 @@ def test_a_longer_run_reports_its_longer_schedule_and_needs_no_intact_records(co
 
 def test_a_finished_run_is_not_changed_by_its_command(copied, capsys):
     files = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    for flags in (WHOLE, "--max_steps 5 --save_interval 4", "--max_steps 0"):
+    for flags in (EIGHT_STEPS, "--max_steps 5 --save_interval 4", "--max_steps 0"):
         train(copied, flags)
         printed = capsys.readouterr().out
         assert "this run is finished" in printed and "parameters" not in printed, "no model is built"
@@ -237,8 +220,8 @@ def test_a_finished_run_is_not_changed_by_its_command(copied, capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (f"{WHOLE} --seed 7", ("--seed 42", "7")),
-        (f"{WHOLE} --resume none", ("--resume none",)),
+        (f"{EIGHT_STEPS} --seed 7", ("--seed 42", "7")),
+        (f"{EIGHT_STEPS} --resume none", ("--resume none",)),
         ("--max_steps 9 --batch_size 4", ("--batch_size 2", "4")),
         ("--max_steps 9 --mixed_precision bf16", ("--mixed_precision fp32", "bf16")),
         ("--max_steps 9 --num_of_samples 50", ("--num_of_samples 60", "50")),
@@ -264,8 +247,8 @@ def test_a_checkpoint_of_another_run_starts_a_new_folder_only(finished, tmp_path
     train(folder, f"{resume} --max_steps 6 --learning_rate 1e-3", code=EXIT_BAD_SETTING)
     config = (folder / "settings.json").read_text()
     for steps in (0, 12):  # a folder has one origin
-        other = f"--learning_rate 1e-4 --resume {finished}/checkpoints/step_000008 --no_export"
-        train(folder, f"{other} --max_steps {steps}", code=EXIT_BAD_SETTING)
+        flags = f"--learning_rate 1e-4 --resume {finished}/checkpoints/step_000008 --no_export"
+        train(folder, f"{flags} --max_steps {steps}", code=EXIT_BAD_SETTING)
         assert "another --output_dir" in capsys.readouterr().err
     assert (folder / "settings.json").read_text() == config
 
@@ -283,7 +266,7 @@ def test_a_shorter_command_exports_nothing_and_a_later_one_what_it_asks_for(tmp_
     assert list(curve(folder, "eval/loss")) == [3, 4], "logged once"
     shutil.rmtree(folder / "checkpoints")
     train(folder, "--max_steps 4", code=EXIT_BAD_SETTING)
-    assert "checkpoints are gone" in capsys.readouterr().err and same(exported(folder), weights)
+    assert "checkpoints are gone" in capsys.readouterr().err and same_bits(exported(folder), weights)
 
 
 def test_a_summary_of_another_checkpoint_is_not_the_end_of_this_run(finished, tmp_path, capsys):
@@ -295,18 +278,18 @@ def test_a_summary_of_another_checkpoint_is_not_the_end_of_this_run(finished, tm
 
 
 def test_newer_checkpoints_of_another_run_are_evaluated_in_the_same_folder(copied, tmp_path):
-    evaluation, found = tmp_path / "evaluation", []
+    evaluation, losses = tmp_path / "evaluation", []
     for steps in (8, 12):
         train(copied, f"--max_steps {steps} --no_export")
         train(evaluation, f"--resume {copied} --max_steps 0")
-        found.append(record(evaluation, "summary.json")["eval_loss"])
-    assert found[0] > found[1] == record(copied, "summary.json")["eval_loss"]
+        losses.append(record(evaluation, "summary.json")["eval_loss"])
+    assert losses[0] > losses[1] == record(copied, "summary.json")["eval_loss"]
 
 
 @pytest.mark.parametrize(("flags", "same_work"), [("", True), ("--gradient_checkpointing", False)])
 def test_a_launch_that_only_ends_a_run_keeps_the_rates_of_the_same_work(finished, copied, flags, same_work):
     (copied / "summary.json").unlink()  # as if stopped in the last evaluation
-    train(copied, f"{WHOLE} {flags}")
+    train(copied, f"{EIGHT_STEPS} {flags}")
     names = {"env.json": ("coverage", "attention_backend", "flash_attention", "seconds_to_first_step")}
     names |= {"summary.json": ("tokens_per_second", "model_tflops_per_gpu")} if same_work else {}
     for name, keys in names.items():
@@ -408,17 +391,11 @@ def test_a_run_without_readable_settings_resumes_from_its_checkpoints_or_is_refu
 
 def test_a_resume_in_another_effective_recipe_is_refused():
     cfg = config_from_dict({})
-    meta = {"config": cfg.to_dict(), "recipe": "delayed", "world_size": 1}
-    meta |= {"total_steps": 9, "progress": {"step": 4}}
-
-    def check(**changes) -> None:
-        check_resume(
-            ResumePoint(Path("run"), meta | changes, same_run=True, rollback=False), cfg, "delayed", 1
-        )
-
-    check()
+    meta = {"config": cfg.to_dict(), "recipe": "mxfp8", "world_size": 1, "progress": {"step": 4}}
+    point = ResumePoint(Path("run"), meta, same_run=True, rollback=False)
+    check_resume(point, cfg, "mxfp8", 1)
     with pytest.raises(UserError, match="mxfp8 there, delayed here"):  # by --fp8_fallback on another GPU
-        check(recipe="mxfp8")
+        check_resume(point, cfg, "delayed", 1)
 
 
 # Signals and processes
@@ -528,16 +505,9 @@ def two_rows(folder: Path) -> Path:
     [
         ("--use_te --te_backend native --mixed_precision bf16", EXIT_FAILED, "--te_backend native"),
         ("--model_name /nowhere", EXIT_BAD_SETTING, "--model_name /nowhere"),
-        ("--dataset_name /nowhere", EXIT_BAD_SETTING, "--dataset_name /nowhere"),
         ("--split_name validation", EXIT_BAD_SETTING, "--split_name validation"),
         ("--dataset_text_field nope", EXIT_BAD_SETTING, "--dataset_text_field nope"),
-        ("--max_seq_length 4096", EXIT_BAD_SETTING, "--max_seq_length 4096"),
         ("--resume /nowhere", EXIT_BAD_SETTING, "--resume /nowhere"),
-        (
-            "--use_te --mixed_precision bf16 --recompute layer --offload_activations",
-            EXIT_BAD_SETTING,
-            "--offload_activations: without a GPU",
-        ),
         ("--recompute layer:9", EXIT_BAD_SETTING, "--recompute layer:9: for 9 layers, but the model has 3"),
         ("--memory_limit_gb 80", EXIT_BAD_SETTING, "--memory_limit_gb 80.0"),
         ("--output_dir /proc/run", EXIT_BAD_SETTING, "--output_dir /proc/run"),
@@ -564,18 +534,15 @@ def test_two_rows_can_be_evaluated_without_moments(tmp_path, monkeypatch):
 
 
 def test_out_of_memory_is_one_line_and_an_error_of_a_library_keeps_its_traceback(capsys):
-    for text, said in (("out of memory\nand more", "out of memory"), ("", "OutOfMemoryError")):
+    for text, reason in (("out of memory\nand more", "out of memory"), ("", "OutOfMemoryError")):
         assert outcome.report_failure(torch.OutOfMemoryError(text), None) == EXIT_OUT_OF_MEMORY
         error = capsys.readouterr().err.strip()
-        assert error.startswith(f"error: {said} ") and "--batch_size" in error and "\n" not in error
+        assert error.startswith(f"error: {reason} ") and "--batch_size" in error and "\n" not in error
     with pytest.raises(json.JSONDecodeError):
         main([], description="test", start=lambda cfg: json.loads("x"))
 
 
-def test_steps_follow_from_epochs_unless_they_are_given(tmp_path):
+def test_steps_follow_from_epochs_unless_they_are_given():
     settings = {"num_epochs": 3, "gradient_accumulation_steps": 4}
     assert count_steps(config_from_dict(settings).optim, 10) == 3 * 3
     assert count_steps(config_from_dict(settings | {"max_steps": 0}).optim, 10) == 0
-    lines = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": None}, {"step": 2, "eval/loss": 1.0}]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert train_losses(tmp_path) == [2.0] and train_losses(tmp_path / "none") == []

@@ -124,18 +124,14 @@ def train(folder: Path, flags: str = "", *, ranks: int = 2, **options) -> Job:
     return job
 
 
-def curve(folder: Path, name: str) -> dict[int, float]:
+def curve(folder: Path, name: str = "train/loss") -> dict[int, float]:
     """Return a metric by step."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line[name] for line in lines if name in line}
 
 
-def losses(folder: Path) -> dict[int, float]:
-    return curve(folder, "train/loss")
-
-
 def last_logged(folder: Path) -> int:
-    return max(losses(folder), default=0) if (folder / "metrics.jsonl").exists() else 0
+    return max(curve(folder), default=0) if (folder / "metrics.jsonl").exists() else 0
 
 
 def summary(folder: Path) -> dict:
@@ -169,8 +165,8 @@ def last_checkpoint(folder: Path) -> str:
     return checkpoints.latest().name
 
 
-def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(t, second[name]) for name, t in first.items())
 
 
 def refused(job: Job) -> str:

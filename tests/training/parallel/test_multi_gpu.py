@@ -39,7 +39,6 @@ from tests.training.parallel.jobs import (
     delay,
     exported,
     last_logged,
-    losses,
     redirect,
     refused,
     same_bits,
@@ -143,7 +142,7 @@ def test_a_model_that_only_transformers_can_read_is_sharded_too(reference, tmp_p
     save_mixture(tmp_path / "model")
     flags = f"--model_name {tmp_path / 'model'} --tokenizer_name demo --no_export --max_steps 4"
     train(tmp_path / "run", f"{flags} --sharding_mode fsdp_full")
-    assert losses(tmp_path / "run") == pytest.approx(losses(reference(flags)), rel=1e-5)
+    assert curve(tmp_path / "run") == pytest.approx(curve(reference(flags)), rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
@@ -152,7 +151,7 @@ def test_parameters_without_gradients_keep_their_values(reference, mode, tmp_pat
     flags = f"--model_name {tmp_path / 'model'} --tokenizer_name demo --no_packing --max_steps 2"
     flags += " --weight_decay 0.5 --gradient_accumulation_steps 2"
     train(tmp_path / "run", f"{flags} --sharding_mode {mode}")
-    assert losses(tmp_path / "run") == pytest.approx(losses(reference(f"{flags} --no_export")), rel=1e-4)
+    assert curve(tmp_path / "run") == pytest.approx(curve(reference(f"{flags} --no_export")), rel=1e-4)
     before, after = (load_file(tmp_path / at / "model.safetensors") for at in ("model", "run/export"))
     assert before.keys() == after.keys()
     still = {name for name, tensor in before.items() if torch.equal(tensor.bfloat16(), after[name])}
@@ -168,7 +167,7 @@ def resume(folder: Path, origin: Path, step: int, flags: str = "", *, ranks: int
 
 
 def rest(folder: Path, step: int) -> dict[int, float]:
-    return {at: loss for at, loss in losses(folder).items() if at > step}
+    return {at: loss for at, loss in curve(folder).items() if at > step}
 
 
 def test_a_run_resumes_on_one_rank_and_in_another_mode(sharded, tmp_path):
@@ -176,7 +175,7 @@ def test_a_run_resumes_on_one_rank_and_in_another_mode(sharded, tmp_path):
     one = resume(tmp_path / "one", whole, 3, "--batch_size 4", ranks=1)
     two = resume(tmp_path / "two", one, 6, "--sharding_mode ddp")
     for folder, step, ranks in ((one, 3, 1), (two, 6, 2)):
-        assert losses(folder) == pytest.approx(rest(whole, step), rel=1e-6)
+        assert curve(folder) == pytest.approx(rest(whole, step), rel=1e-6)
         assert summary(folder)["label_tokens"] == summary(whole)["label_tokens"]
         assert summary(folder)["world_size"] == ranks
 
@@ -227,7 +226,7 @@ def test_an_offloaded_optimizer_changes_no_bits_and_may_change_at_a_resume(mode,
     job = train(tmp_path / "offloaded", f"{flags_on} --save_interval 3", patch=small_chunks)
     assert "FP8 and BF16 moments, offloaded" in job.printed()
     on, off = resume(tmp_path / "on", plain, 3, flags_on), resume(tmp_path / "off", job.folder, 3, flags)
-    assert losses(job.folder) == losses(plain)
+    assert curve(job.folder) == curve(plain)
     for folder in (job.folder, on, off):
         assert same_bits(saved(folder, 4), saved(plain, 4)), folder
     other = "--moment_dtype fp16"
@@ -251,14 +250,14 @@ def test_more_ranks_with_the_same_batch_size_see_every_sample_once(sharded, tmp_
     last = found["steps"] - 3
     again = resume(tmp_path / "again", job.folder, last, "--no_export", ranks=3)
     # Sums of three gradients round by their place in DDP's buckets, arranged anew after a first step.
-    assert losses(again) == pytest.approx(rest(job.folder, last), rel=1e-6)
+    assert curve(again) == pytest.approx(rest(job.folder, last), rel=1e-6)
     assert summary(again)["tokens"] == found["tokens"]
 
 
 def test_the_global_batch_may_be_split_differently_but_not_change(sharded, tmp_path):
     flags = "--batch_size 1 --gradient_accumulation_steps 2"
     folder = resume(tmp_path / "run", sharded["fp32"], 6, flags)
-    assert losses(folder) == pytest.approx(rest(sharded["fp32"], 6), rel=1e-6)
+    assert curve(folder) == pytest.approx(rest(sharded["fp32"], 6), rel=1e-6)
     error = refused(start(tmp_path / "other", f"--resume {checkpoint(sharded['fp32'], 3)} --batch_size 1"))
     assert "--batch_size 2 there, 1 here); --global_batch_size 4 keeps its batch" in error
 
@@ -270,11 +269,11 @@ def test_a_global_batch_is_kept_on_other_ranks_and_accumulation_follows(tmp_path
     own = json.loads((job.folder / "settings.json").read_text())
     assert (own["batch_size"], own["gradient_accumulation_steps"], own["global_batch_size"]) == (2, 3, 12)
     three = resume(tmp_path / "three", job.folder, 2, flags, ranks=3)
-    assert losses(three) == pytest.approx(rest(job.folder, 2), rel=1e-5)
+    assert curve(three) == pytest.approx(rest(job.folder, 2), rel=1e-5)
     file = tmp_path / "settings.json"
     file.write_text(json.dumps(own | {"output_dir": None}))
     one = resume(tmp_path / "one", job.folder, 2, f"--config {file} --batch_size auto", ranks=1)
-    assert losses(one) == pytest.approx(rest(job.folder, 2), rel=1e-5)
+    assert curve(one) == pytest.approx(rest(job.folder, 2), rel=1e-5)
     found = json.loads((one / "settings.json").read_text())
     assert (found["batch_size"], found["gradient_accumulation_steps"]) == (6, 2)
     assert json.loads((one / "env.json").read_text())["fit"] == "fit: --batch_size 6 x 2 micro-batches"
@@ -316,7 +315,7 @@ def test_sigterm_to_one_rank_stops_all_and_the_same_command_resumes(sharded, tmp
     saves = {path.name for path in (job.folder / "checkpoints").glob("step_*")}
     assert saves == {f"step_{step:06d}" for step in {*range(3, stopped_at + 1, 3), stopped_at}}
     train(job.folder, flags)
-    assert losses(job.folder) == losses(sharded["fp32"])
+    assert curve(job.folder) == curve(sharded["fp32"])
     assert same_bits(exported(job.folder), exported(sharded["fp32"]))
     assert summary(job.folder)["tokens"] == summary(sharded["fp32"])["tokens"]
 
@@ -424,7 +423,7 @@ def test_without_torchrun_a_run_is_on_one_device_with_a_warning(tmp_path):
 
 def test_only_the_first_rank_logs_and_a_finished_run_stays_unchanged(sharded):
     folder = sharded["fp32"]
-    assert list(losses(folder)) == list(range(1, 11))
+    assert list(curve(folder)) == list(range(1, 11))
     assert len(list(folder.rglob("offline-run-*"))) == 1
     assert {p.name for p in folder.parent.iterdir() if (p / "settings.json").exists()} == set(sharded)
     found, environment = summary(folder), json.loads((folder / "env.json").read_text())
@@ -484,5 +483,5 @@ def test_torchrun_restarts_a_killed_rank_and_the_same_command_a_stopped_job(shar
         assert part in re.sub(" +:", ":", output), output
     assert not (folder / "summary.json").exists()
     train(folder, flags)
-    assert losses(folder) == losses(sharded["fp32"])
+    assert curve(folder) == curve(sharded["fp32"])
     assert same_bits(exported(folder), exported(sharded["fp32"]))
