@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import io
 import os
 import platform
 import signal
@@ -30,9 +29,8 @@ INTERRUPTED = "interrupted before or after training; earlier checkpoints are int
 OUT_OF_MEMORY = (
     "Try a smaller --batch_size with more --gradient_accumulation_steps, --recompute layer (or auto for "
     "both; if they were auto, a lower --memory_limit_gb), a shorter --max_seq_length, --moment_dtype fp8, "
-    "--offload_optimizer (on one GPU with --fp8_weights), "
-    "--grad_reduce_dtype bf16 with accumulation, or more sharding "
-    "(--sharding_mode fsdp_full)"
+    "--offload_optimizer (on one GPU with --fp8_weights), --grad_reduce_dtype bf16 with accumulation, or "
+    "more sharding (--sharding_mode fsdp_full)"
 )
 LOST_WORKER = (
     "The kernel's OOM killer usually does this: lower --num_workers, or give the job more host memory; then "
@@ -44,7 +42,9 @@ LOST_WORKER = (
 def ignore_broken_pipes() -> Iterator[None]:
     """Keep the run alive when stdout or stderr is a closed pipe or terminal."""
     # A stream that was closed before the start is None.
-    streams = [stream or _null_stream() for stream in (sys.stdout, sys.stderr)]
+    streams = [
+        stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w") for stream in (sys.stdout, sys.stderr)
+    ]
     for stream in streams:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # paths may contain unencodable characters
@@ -53,10 +53,6 @@ def ignore_broken_pipes() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = streams
-
-
-def _null_stream() -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.FileIO(os.devnull, "w"))
 
 
 class _NonFailingStream:

@@ -47,9 +47,9 @@ def resolve(cfg: Config) -> Resolved:
     )
     precision = precision_map.resolve_map(cfg, precision, spec.config.get_text_config())
     if unused := spec.unused:
-        some = ", ".join(unused[:3]) + ", ..." * (len(unused) > 3)
-        found = f"{counted(len(unused), 'tensor')} of its files, which the model does not have"
-        print_rank0(f"WARNING: --model_name {spec.name}: left out {found}: {some}")
+        count, names = counted(len(unused), "tensor"), ", ".join(unused[:3]) + ", ..." * (len(unused) > 3)
+        reason = f"left out {count} of its files, which the model does not have"
+        print_rank0(f"WARNING: --model_name {spec.name}: {reason}: {names}")
     for reason in filter(None, [precision.fallback_reason, *precision.map_fallbacks.values()]):
         rule = "!" * 100
         print_rank0(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {FALLBACK_RECIPE} scaling\n{rule}")

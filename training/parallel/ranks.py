@@ -217,23 +217,23 @@ def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
     attributes: `ranks`, {rank: host} of all ranks that failed, and `details`, the first rank's traceback.
     `work` must not contain collectives.
     """
-    own_error = result = failure = None
+    local_error = result = failure = None
     try:
         result = work()
     except Exception as error:
-        own_error, failure = error, (_portable(error), "".join(traceback.format_exception(error)))
+        local_error, failure = error, (_portable(error), "".join(traceback.format_exception(error)))
     outcomes = gather((result, failure, platform.node()))
     failed = {number: host for number, (_, failure, host) in enumerate(outcomes) if failure}
     if not failed:
         return [result for result, *_ in outcomes]
     first_error, details = outcomes[min(failed)][1]
-    error = own_error or first_error
+    error = local_error or first_error
     error.ranks, error.details = failed, details
     try:
         raise error
     finally:
         # The traceback refers to this frame, which would keep alive what `work` holds, such as a file lock.
-        del error, own_error, first_error, outcomes, failure
+        del error, local_error, first_error, outcomes, failure
 
 
 def _portable(error: Exception) -> Exception:
@@ -275,9 +275,9 @@ def agree(what: str, values: dict[str, Any]) -> None:
     """Raise UserError if `values` differ between ranks, which would train different models or hang."""
     gathered = gather((platform.node(), values))
     _, expected = gathered[0]
-    for number, (host, theirs) in enumerate(gathered):
-        if differing := [key for key in expected | theirs if theirs.get(key) != expected.get(key)]:
-            shown = ", ".join(f"{key} {theirs.get(key)} (rank 0: {expected.get(key)})" for key in differing)
+    for number, (host, values) in enumerate(gathered):
+        if differing := [key for key in expected | values if values.get(key) != expected.get(key)]:
+            shown = ", ".join(f"{key} {values.get(key)} (rank 0: {expected.get(key)})" for key in differing)
             error = UserError(
                 f"{what} differ on rank {number} ({host}): {shown}; start every rank with the same command, "
                 "environment and data",

@@ -4,19 +4,8 @@
 the optimizer step. Gradients are averaged over ranks; the training loop multiplies the loss by the world
 size, which makes them sums.
 
-Assembly, training loop and checkpoints depend on a mode only through these capabilities. The memory model and
-the planner read `settings.MODES`; rules of settings, the choice of mode and advice also test names of modes.
-
-| capability               | single          | ddp    | fsdp_*, hsdp                | deepspeed, ds_zero*    |
-| ------------------------ | --------------- | ------ | --------------------------- | ---------------------- |
-| shards_weights           | no              | no     | yes, before they are read   | no                     |
-| steps_on_cpu             | no              | no     | no                          | if its file offloads   |
-| owns_masters             | no              | no     | no                          | yes                    |
-| reentrant                | no              | no     | no                          | stage 3                |
-| fuses_wgrad_accumulation | [1]             | [1][2] | without --fp8_all_gather    | no                     |
-
-The last row needs steps of several micro-batches. [1] With an optimizer of kind `fused_adamw`. [2] With sums
-in FP32.
+Assembly, training loop and checkpoints depend on a mode only through its strategy. The memory model and the
+planner read `settings.MODES`; rules of settings, the choice of mode and advice also test names of modes.
 
 docs/development.md lists what a new mode needs.
 """
@@ -53,7 +42,7 @@ class StepOutcome:
 class Strategy:
     """Training on one device, and the defaults of all other modes."""
 
-    shards_weights = False
+    shards_weights = False  # True if FSDP2 shards weights before they are read
     steps_on_cpu = False  # True if DeepSpeed keeps the optimizer in host memory
     owns_masters = False  # True if an engine holds the FP32 master weights and steps them
     reentrant = False  # True if activation checkpointing has to be reentrant, see `zero.Zero`

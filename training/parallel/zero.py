@@ -185,19 +185,19 @@ class Zero(Strategy):
         fragment, shape = self._fragment(parameter), _shape(parameter)
         piece = (fragment.start, self._values(fragment, key)) if fragment else None
         full = self._assemble(shape.numel(), piece).view(shape)
-        start, stop = self._own_rows(shape)
+        start, stop = self._row_range(shape)
         return self._distributed((full[start:stop] if shape else full).cpu(), shape)
 
     def _set_rows(self, parameter: nn.Parameter, key: str | None, rows: Tensor) -> None:
         """Write the rows of all ranks to the master weights or to a moment. Collective."""
         fragment, shape = self._fragment(parameter), _shape(parameter)
-        start = self._own_rows(shape)[0] * shape[1:].numel()
+        start = self._row_range(shape)[0] * shape[1:].numel()
         piece = (start, rows.flatten()) if shape or self.rank == 0 else None  # every rank has a whole scalar
         full = self._assemble(shape.numel(), piece)
         if fragment:
             self._values(fragment, key).copy_(full.narrow(0, fragment.start, fragment.size))
 
-    def _own_rows(self, shape: torch.Size) -> tuple[int, int]:
+    def _row_range(self, shape: torch.Size) -> tuple[int, int]:
         """Return this rank's range of dim 0, split as by torch.chunk. It may be empty."""
         if not shape:
             return 0, 1

@@ -39,14 +39,10 @@ def merge_settings(path: str, cfg: Config, world_size: int) -> dict[str, Any]:
         if key in ALLOWED or (_agrees(value, from_flags[key]) if key in from_flags else _is_off(value)):
             continue
         if key in from_flags:
-            reason, hint = f"but the flags set it to {json.dumps(from_flags[key])}", ""
+            reason = f"but the flags set it to {json.dumps(from_flags[key])}; remove it"
         else:
-            reason, hint = "which only flags can set", nearest(key, [*ALLOWED, *from_flags])
-        raise bad_setting(
-            f"{key} is {json.dumps(value)}, {reason}; remove it from this file, which sets how to shard "
-            f"(zero_optimization){hint}",
-            deepspeed_config=path,
-        )
+            reason = f"which only flags can set; remove it{nearest(key, [*ALLOWED, *from_flags])}"
+        raise bad_setting(f"{key} is {json.dumps(value)}, {reason}", deepspeed_config=path)
     zero = _check_zero(from_file.get("zero_optimization"), path)
     allowed = {key: value for key, value in from_file.items() if key in ALLOWED}
     return allowed | {"zero_optimization": zero} | from_flags
@@ -94,7 +90,7 @@ def _check_zero(zero: Any, path: str) -> dict[str, Any]:
         return bad_setting(f"zero_optimization.{key} {reason}", deepspeed_config=path)
 
     stage = zero.get("stage") if isinstance(zero, dict) else None
-    if isinstance(stage, bool) or stage not in (1, 2, 3):
+    if stage not in (1, 2, 3):
         raise refuse("stage", f"is {json.dumps(stage)}; use 1, 2 or 3, or --sharding_mode ddp")
     zero = {key: value for key, value in zero.items() if value != "auto"}
     for key, only in FIXED.items():
