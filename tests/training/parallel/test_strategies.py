@@ -258,8 +258,13 @@ def test_sums_that_gemms_add_up_are_exchanged(tmp_path):
 
 def collectives_of_a_step(rank: int, folder: Path) -> None:
     # Blocks and root once a step; in every micro-batch the root once and each block twice.
-    for mode, expected in (("fsdp_grad", 3), ("fsdp_full", 3 * (1 + 2 * 2))):
-        strategy, model = build(mode, gradient_accumulation_steps=3), Blocks()
+    for mode, dtype, gathers in (
+        ("fsdp_grad", "fp32", 3),
+        ("fsdp_full", "fp32", 3 * (1 + 2 * 2)),
+        ("fsdp_full", "fp8", 3 * (1 + 2 * 2)),
+    ):
+        strategy = build(mode, gradient_accumulation_steps=3, grad_reduce_dtype=dtype)
+        model = Blocks()
         strategy.shard(model, parameter_dtype=torch.float32, compute_dtype=torch.float32)
         for _ in range(2):
             counts = Counter()
@@ -267,7 +272,8 @@ def collectives_of_a_step(rank: int, folder: Path) -> None:
                 for i in range(3):
                     with strategy.accumulating(model, first=i == 0, last=i == 2):
                         strategy.backward(model, model(torch.ones(2, 8)).sum())
-            assert counts["_allgather_base_"] == expected and counts["_reduce_scatter_base_"] == 3, counts
+            exchange = "alltoall_base_" if dtype == "fp8" else "_reduce_scatter_base_"
+            assert counts == {"_allgather_base_": gathers, exchange: 3}
             model.zero_grad()
 
 
@@ -302,31 +308,11 @@ def every_dtype_has_an_effect(rank: int, folder: Path) -> None:
         error = {dtype: error_of_sums(mode, dtype, micro_batches, rank) for dtype in ("fp32", "bf16", "fp8")}
         # FSDP2 rounds the FP32 sum to the parameters' dtype, once.
         assert error["fp32"] < (1e-6 if mode == "ddp" else 2e-3), (mode, micro_batches, error)
-        assert 1.5 * error["fp32"] < error["bf16"] < error["fp8"], (mode, micro_batches, error)
+        assert 1.5 * error["fp32"] < error["bf16"] < error["fp8"] < 0.05, (mode, micro_batches, error)
 
 
 def test_micro_batches_on_one_device_are_summed_in_the_dtype_asked_for():
     assert error_of_sums("single", "fp32", 64) < 1e-6 < 2e-3 < error_of_sums("single", "bf16", 64)
-
-
-def fsdp_exchanges_fp8(rank: int, folder: Path) -> None:
-    for accumulation in (1, 2):
-        sums = []
-        for dtype in ("fp32", "fp8"):
-            torch.manual_seed(0)
-            settings = {"gradient_accumulation_steps": accumulation, "grad_reduce_dtype": dtype}
-            strategy, model = build("fsdp_full", **settings), Blocks()
-            strategy.shard(model, parameter_dtype=torch.float32, compute_dtype=torch.float32)
-            counts = Counter()
-            with Collectives(counts):
-                for i, x in enumerate(batches_of(rank, accumulation)):
-                    with strategy.accumulating(model, first=i == 0, last=i == accumulation - 1):
-                        strategy.backward(model, model(x[:, :8].float()).square().sum())
-            assert counts["alltoall_base_"] == 3 * (dtype == "fp8"), counts
-            assert counts["_reduce_scatter_base_"] == 3 * (dtype == "fp32"), counts
-            sums.append([p.grad.full_tensor().double() for p in model.parameters()])
-        for exact, coded in zip(*sums, strict=True):
-            assert 0 < (coded - exact).norm() < 0.05 * exact.norm()
 
 
 def groups_of_one_rank_send_nothing_in_fp8(rank: int, folder: Path) -> None:
@@ -352,7 +338,6 @@ def uneven_models(rank: int, folder: Path) -> None:
         collectives_of_a_step,
         every_dtype_has_an_effect,
         groups_of_one_rank_send_nothing_in_fp8,
-        fsdp_exchanges_fp8,
         uneven_models,
     ],
 )
