@@ -53,20 +53,20 @@ def running(command: Sequence[str] | str, **options: Any) -> Iterator[subprocess
         try:
             yield process
         finally:
-            while found := _processes_with(tag):
-                for number in found:
+            while pids := _processes_with(tag):
+                for pid in pids:
                     with suppress(ProcessLookupError):
-                        os.kill(number, signal.SIGKILL)
+                        os.kill(pid, signal.SIGKILL)
                 time.sleep(0.01)
 
 
 def _processes_with(variable: str) -> list[int]:
-    found = []
+    pids = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it ended, or is another user's
             if f"{variable}\0".encode() in file.read_bytes():
-                found.append(int(file.parent.name))
-    return found
+                pids.append(int(file.parent.name))
+    return pids
 
 
 @contextmanager

@@ -462,7 +462,7 @@ def test_values_that_agree_with_the_flags_are_accepted(tmp_path):
         ),
         ({"bf16": {"enabled": False}}, "bf16"),
         ({"optimizer": {"type": "AdamW"}}, "optimizer"),
-        ({"gradient_cliping": 1.0}, "gradient_cliping .* did you mean 'gradient_clipping'"),
+        ({"gradient_cliping": 1.0}, "gradient_cliping .* did you mean 'gradient_clipping"),
         ({"zero_optimization": None}, "zero_optimization.stage"),
         ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),
         ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_com"),
