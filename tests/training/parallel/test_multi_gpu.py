@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_suite.core import signals
 from fp8_suite.core.errors import EXIT_INTERRUPTED
 from fp8_suite.core.packages import ROOT
 from fp8_suite.te_models.hugging_face import HFCausalLM
@@ -314,6 +315,7 @@ def test_sigterm_to_one_rank_stops_all_and_the_same_command_resumes(sharded, tmp
 
 
 def slow_end(rank: int) -> None:
+    signals.SAME_SIGNAL_SECONDS = jobs.LIMIT
     delay(run, "export", 2, message="exporting now")
     delay(Tracker, "finish", 2, message="finishing the logs")
 
