@@ -80,8 +80,8 @@ def planned_gpu(device_name: str) -> Gpu | None:
 
 def find_gpu(name: str) -> str | None:
     """Return the key in PLANNED for a name, ignoring case and "NVIDIA"; None if unknown."""
-    wanted = name.upper().removeprefix("NVIDIA").strip()
-    return next((key for key in PLANNED if key.upper() == wanted), None)
+    model = name.upper().removeprefix("NVIDIA").strip()
+    return next((key for key in PLANNED if key.upper() == model), None)
 
 
 def peak_tflops(device_name: str, precision: Literal["bf16", "fp8"]) -> float | None:

@@ -34,13 +34,13 @@ def folder(path: Path) -> str:
 
 def imports(path: Path, *, nested: bool = True) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = set()
+    names = set()
     for node in ast.walk(tree) if nested else tree.body:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return found
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
 
 
 def imported_files(path: Path) -> set[Path]:

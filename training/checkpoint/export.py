@@ -38,11 +38,10 @@ def export_hf(
     config: Any,
     tokenizer: Any = None,
     generation_config: Any = None,
-    dtype: torch.dtype = torch.bfloat16,
     trust_remote_code: bool = False,
     code_folder: Path | None = None,
 ) -> Path:
-    """Write (name, tensor) pairs as a Hugging Face model folder and return its path. Call on one process.
+    """Write (name, tensor) pairs as a Hugging Face model folder in BF16; return its path. On one process.
 
     Names and shapes are Hugging Face's, without a tied `lm_head.weight`. About MAX_SHARD_BYTES are in memory
     at a time. Remote code named in `config` is copied from `code_folder`. A complete export replaces an
@@ -56,12 +55,12 @@ def export_hf(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         config = copy.deepcopy(config)
-        config.dtype = dtype
+        config.dtype = torch.bfloat16
         with torch.device("meta"):
             kind = auto_class(config, trust_remote_code=trust_remote_code)
             model = kind.from_config(config, trust_remote_code=trust_remote_code)
         config.architectures = [type(model).__name__]
-        _write_shards(partial, _to_hub_format(model, _check_and_cast(model, tensors, dtype)))
+        _write_shards(partial, _to_hub_format(model, _check_and_cast(model, tensors)))
         config.save_pretrained(partial)
         (generation_config or GenerationConfig.from_model_config(config)).save_pretrained(partial)
         if tokenizer is not None:
@@ -119,10 +118,8 @@ def _publish_export(folder: Path, partial: Path) -> None:
     publish(partial, folder)
 
 
-def _check_and_cast(
-    model: nn.Module, tensors: NamedTensors, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the pairs with floats cast to `dtype`. UserError unless they are the model's weights, and finite.
+def _check_and_cast(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    """Yield the pairs with floats cast to BF16. UserError unless they are the model's weights, and finite.
 
     Buffers and weights that transformers keeps in FP32 are not cast. Biases of an expert router, for example,
     need more precision than BF16.
@@ -138,7 +135,7 @@ def _check_and_cast(
             expected = f"has {shape}" if shape else "has no such weight, or it was exported twice"
             raise UserError(f"export: {name} is {list(tensor.shape)}, but the model {expected}")
         exact = name in buffers or any(part in f".{name}." for part in parts)
-        cast = tensor.to(dtype) if tensor.is_floating_point() and not exact else tensor
+        cast = tensor.bfloat16() if tensor.is_floating_point() and not exact else tensor
         if name not in buffers and not cast.isfinite().all():
             raise UserError(
                 f"not exported: {name} has infinite or NaN values; train again with a lower --learning_rate, "

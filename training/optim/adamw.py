@@ -111,11 +111,6 @@ class FusedAdamW(torch.optim.Optimizer):
                 self.initialize_state(parameter)
         return self.host.streaming(update_) if self.host else nullcontext(update_)
 
-    def synchronize(self) -> None:
-        """Wait until the state may be read on the host."""
-        if self.host:
-            self.host.synchronize()
-
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, without torchao's FP8 all-gather wrapper."""

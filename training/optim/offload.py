@@ -97,10 +97,6 @@ class HostState:
         self.buffer_bytes = max(self.buffer_bytes, sum(map(_aligned_bytes, chunk.values())))
         return beside | {name: moments.with_layout(shards[name], layout) for name, layout in layouts.items()}
 
-    def synchronize(self) -> None:
-        """Wait until the host holds the state of the last step."""
-        self.api.synchronize()
-
     @contextmanager
     def streaming(self, update: Update) -> Iterator[Update]:
         """Wrap one step: yield a version of `update` for parameters whose state is in host memory.

@@ -170,8 +170,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
     Step counts and weights are excluded, see `optimizer_steps` and `weight_of`.
     """
-    if isinstance(optimizer, FusedAdamW):
-        optimizer.synchronize()
+    if isinstance(optimizer, FusedAdamW) and optimizer.host:
+        optimizer.host.api.synchronize()  # host memory may lack the results of the last step
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors = state_of(optimizer, parameter)

@@ -64,8 +64,8 @@ def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]
         rule = f"{pattern}={recipe}"
         rules.append((rule, recipe, [name for name in names if matches(pattern, name)]))
         if not rules[-1][2]:
-            known = ", ".join(dict.fromkeys(map(fold_layers, names)))
-            reason = f"no GEMM module has such a name; they are {known}, with layers 0 to {num_layers - 1}"
+            folded = ", ".join(dict.fromkeys(map(fold_layers, names)))
+            reason = f"no GEMM module has such a name; they are {folded}, with layers 0 to {num_layers - 1}"
             raise bad_setting(reason, precision_map=rule)
     ends = {"bf16_first_layers": range(first), "bf16_last_layers": range(num_layers - last, num_layers)}
     layer_of = {name: next(int(part) for part in name.split(".") if part.isdecimal()) for name in names}

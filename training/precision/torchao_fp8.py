@@ -85,20 +85,20 @@ def convert(
     """
     float8, modules = _float8(), dict(model.named_modules())
     names = linear_names(model)
-    wanted = {name: recipe for name in names if (recipe := recipe_of(name)) not in (None, "bf16")}
+    recipes = {name: recipe for name in names if (recipe := recipe_of(name)) not in (None, "bf16")}
     modified = {f"{name}.{MODIFIED_IN_PLACE.get(type(m).__name__)}" for name, m in modules.items()}
     bf16_reasons = {}
-    for name in wanted:
+    for name in recipes:
         in_place = "transformers adds to its output in place" if name in modified else None
-        if reason := in_place or why_not_fp8(modules[name], RECIPES[wanted[name]].feature_multiple):
+        if reason := in_place or why_not_fp8(modules[name], RECIPES[recipes[name]].feature_multiple):
             bf16_reasons[name] = modules[name].bf16_reason = reason
-    if len(bf16_reasons) == len(wanted) and (wanted or not names):
+    if len(bf16_reasons) == len(recipes) and (recipes or not names):
         reasons = Counter(bf16_reasons.values()) or {"its decoder layers have no nn.Linear": 1}
         text = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
         problem = f"no linear layer of {type(model.model).__name__} can run in FP8 ({text})"
         raise bad_setting(f"{problem}; use bf16, or --use_te if it has this model", mixed_precision="fp8")
-    for recipe in dict.fromkeys(wanted.values()):
-        chosen = {name for name in wanted if wanted[name] == recipe and name not in bf16_reasons}
+    for recipe in dict.fromkeys(recipes.values()):
+        chosen = {name for name in recipes if recipes[name] == recipe and name not in bf16_reasons}
         changes = {"round_scales_to_power_of_2": False} if fp32_scales else {}
         config = replace(
             float8.Float8LinearConfig.from_recipe_name(recipe),

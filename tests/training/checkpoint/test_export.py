@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_suite.core.errors import UserError
+from fp8_suite.data.tokenizer import load_tokenizer
 from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.checkpoint import export
 from fp8_suite.training.checkpoint.export import check_export, export_hf
-from fp8_suite.training.checkpoint.generate import generation_config
+from fp8_suite.training.checkpoint.generate import (
+    TOKENIZER_SAMPLE,
+    generation_config,
+    tokenizer_round_trips,
+)
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -202,6 +207,19 @@ def test_invalid_generation_settings_are_left_out_with_a_warning(settings, tmp_p
     warning = capsys.readouterr().out
     assert warning.startswith(f"WARNING: {path} is not exported: transformers rejects it (")
     assert warning.count("\n") == 1
+
+
+@pytest.mark.parametrize(("family", "same"), [("llama", True), ("qwen3", True), ("qwen2", False)])
+def test_export_whose_tokenizer_is_read_as_another_is_detected(family, same, tmp_path):
+    """With a qwen2 configuration transformers reads any tokenizer as Qwen's own class."""
+    tokenizer = load_tokenizer("demo", family=family)
+    tokenizer.save_pretrained(tmp_path)
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    assert tokenizer_round_trips(tmp_path, tokenizer) == same
+    loaded = load_tokenizer(str(tmp_path), family=family)  # as --model_name EXPORT does
+    assert loaded(TOKENIZER_SAMPLE) == tokenizer(TOKENIZER_SAMPLE)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert not tokenizer_round_trips(tmp_path, tokenizer)
 
 
 # Refusals and replacement

@@ -16,7 +16,7 @@ from fp8_suite.training import run as run_module
 from fp8_suite.training import trainer as trainer_module
 from fp8_suite.training.checkpoint.progress import Progress
 from fp8_suite.training.checkpoint.resume import ResumePoint, check_folder, check_resume
-from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.config import Config, config_from_dict
 from fp8_suite.training.optim import optimizer
 from fp8_suite.training.outcome import report_failure
 
@@ -89,16 +89,20 @@ def test_evaluating_an_earlier_step_neither_rolls_back_nor_loads_moments(folder,
     assert index(folder)["latest"] == "step_000004" and not allocated
 
 
+def resumed(saved: Config, saved_ranks: int, now: Config, ranks: int) -> str:
+    """Return the notice about a resume with other settings, or on other ranks."""
+    meta = {"config": saved.to_dict(), "world_size": saved_ranks, "recipe": "fp32", "progress": {"step": 1}}
+    return check_resume(ResumePoint(Path("run"), meta, same_run=True, rollback=False), now, "fp32", ranks)
+
+
 def test_a_batch_may_be_split_differently_and_grow_with_the_ranks(tmp_path):
     """--batch_size auto may choose another micro-batch, on as many ranks or on others."""
 
-    def settings(batch: int, accumulation: int):
+    def settings(batch: int, accumulation: int) -> Config:
         return config_from_dict({"batch_size": batch, "gradient_accumulation_steps": accumulation})
 
     def resume(ranks: int, batch: int, accumulation: int) -> str:
-        meta = {"config": settings(4, 2).to_dict(), "world_size": 4, "recipe": "fp32"}
-        point = ResumePoint(Path("run"), meta | {"progress": {"step": 1}}, same_run=True, rollback=False)
-        return check_resume(point, settings(batch, accumulation), "fp32", ranks)
+        return resumed(settings(4, 2), 4, settings(batch, accumulation), ranks)
 
     assert "--batch_size 4 there, 8 here" in resume(4, 8, 1)
     grown = resume(8, 8, 1)
@@ -120,13 +124,9 @@ def test_a_batch_may_be_split_differently_and_grow_with_the_ranks(tmp_path):
 
 
 def test_on_one_rank_an_exchange_in_fp8_resumes_as_bf16():
-    def settings(dtype: str):
-        return config_from_dict({"grad_reduce_dtype": dtype, "gradient_accumulation_steps": 1})
-
-    def resume(saved: str, ranks: int, now: str, ranks_now: int) -> str:
-        meta = {"config": settings(saved).to_dict(), "world_size": ranks, "recipe": "fp32"}
-        point = ResumePoint(Path("run"), meta | {"progress": {"step": 1}}, same_run=True, rollback=False)
-        return check_resume(point, settings(now), "fp32", ranks_now)
+    def resume(saved: str, saved_ranks: int, now: str, ranks: int) -> str:
+        settings = {name: config_from_dict({"grad_reduce_dtype": name}) for name in (saved, now)}
+        return resumed(settings[saved], saved_ranks, settings[now], ranks)
 
     assert "--grad_reduce_dtype fp8 there, bf16 here" in resume("fp8", 2, "bf16", 1)
     assert "--grad_reduce_dtype bf16 there, fp8 here" in resume("bf16", 1, "fp8", 2)

@@ -74,14 +74,6 @@ def test_dtypes_that_the_optimizer_cannot_hold_are_refused(settings, where, flag
 
 
 @pytest.mark.parametrize(
-    ("text", "suggestion"), [("bf61", "bf16"), ("FP8", "fp8"), ("fp8,BF16", "bf16"), ("Fp32, fp8", "fp32")]
-)
-def test_a_misspelled_format_of_moments_gets_a_suggestion(text, suggestion):
-    with pytest.raises(UserError, match=f"did you mean '{suggestion}'"):
-        spec_of({"moment_dtype": text}, **GPU)
-
-
-@pytest.mark.parametrize(
     ("settings", "where", "on_host"),
     [
         ({}, GPU, 2 + 8),

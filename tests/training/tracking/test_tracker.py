@@ -16,6 +16,7 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.training.tracking import display, tracker
 from fp8_suite.training.tracking.display import Display
 from fp8_suite.training.tracking.environment import describe_environment, git_state
+from fp8_suite.training.tracking.metrics import METRICS, RATES, perplexity, tail_mean
 from fp8_suite.training.tracking.settings import LogConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -161,6 +162,21 @@ def test_a_full_disk_is_one_error_and_a_resume_has_complete_lines(tmp_path):
     assert [line["step"] for line in lines(path)] == [1, 2]
 
 
+# Metrics
+
+
+def test_perplexity_and_rates():
+    assert perplexity(2.0) == pytest.approx(7.389056)
+    assert perplexity(1000.0) == perplexity(math.inf) == math.inf
+    assert math.isnan(perplexity(math.nan))
+    assert RATES and all(name.startswith("perf/") and METRICS[name].summary == "median" for name in RATES)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 1.0), (9, 9.0), (20, 19.5), (29, 28.5), (30, 29.0)])
+def test_the_tail_mean_covers_the_last_tenth(count, expected):
+    assert tail_mean([float(i) for i in range(1, count + 1)]) == expected
+
+
 # Services
 
 
@@ -231,7 +247,7 @@ def test_git_state_is_that_of_the_folder_s_own_repository(tmp_path):
 
 # Progress
 
-METRICS = {"train/loss": 1.23456, "train/grad_norm": 0.5, "train/learning_rate": 1e-5, "perf/mfu_bf16": 0.381}
+LOGGED = {"train/loss": 1.23456, "train/grad_norm": 0.5, "train/learning_rate": 1e-5, "perf/mfu_bf16": 0.381}
 
 
 def test_progress_is_plain_lines_without_a_terminal(capsys, monkeypatch):
@@ -239,7 +255,7 @@ def test_progress_is_plain_lines_without_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
     progress = Display(1000, initial=900)
     progress.update(901, {})
-    progress.update(910, METRICS | {"perf/tokens_per_second": 14376.4, "perf/unknown": 1})
+    progress.update(910, LOGGED | {"perf/tokens_per_second": 14376.4, "perf/unknown": 1})
     progress.message("eval loss 1.0")
     progress.close()
     # 10 steps of this launch in 20 s, 90 to go.
