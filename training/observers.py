@@ -96,7 +96,7 @@ class Observers(Hooks):
         covered = coverage(self.assembly.model, precision)
         backend = te_runtime.attention_backend() if cfg.model.use_te else self.assembly.model.attention
         self.environment |= {
-            "coverage": covered.as_dict(),
+            "coverage": asdict(covered),
             "attention_backend": backend,
             "flash_attention": self._flash_attention_version(),
             "seconds_to_first_step": round(time.perf_counter() - self.prepared.started, 2),

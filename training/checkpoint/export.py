@@ -23,6 +23,7 @@ from fp8_suite.core.files import (
 )
 from fp8_suite.core.readers import read_record
 from fp8_suite.te_models.spec import auto_class
+from fp8_suite.training.checkpoint.store import in_groups
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
@@ -157,13 +158,17 @@ def _to_hub_format(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[st
 
 
 def _write_shards(folder: Path, tensors: NamedTensors) -> None:
-    """Write shards as the tensors arrive, then rename them: final names contain the number of shards."""
+    """Write shards as the tensors arrive, then rename them: final names contain the number of shards.
+
+    A shard has at most MAX_SHARD_BYTES, or one larger tensor.
+    """
     files: list[list[str]] = []
     total = 0
-    for shard in _shards(tensors):
-        save_tensors(shard, folder / f"{len(files)}.part", {})
-        files.append(list(shard))
-        total += sum(tensor.nbytes for tensor in shard.values())
+    on_cpu = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
+    for shard in in_groups(on_cpu, lambda pair: pair[1].nbytes, MAX_SHARD_BYTES):
+        save_tensors(dict(shard), folder / f"{len(files)}.part", {})
+        files.append([name for name, _ in shard])
+        total += sum(tensor.nbytes for _, tensor in shard)
         shard.clear()  # free the memory before the next shard is gathered
     if len(files) == 1:
         (folder / "0.part").rename(folder / "model.safetensors")
@@ -175,17 +180,3 @@ def _write_shards(folder: Path, tensors: NamedTensors) -> None:
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json(folder / "model.safetensors.index.json", index)
-
-
-def _shards(tensors: NamedTensors) -> Iterator[dict[str, Tensor]]:
-    """Group consecutive tensors into shards of at most MAX_SHARD_BYTES, or one larger tensor."""
-    shard: dict[str, Tensor] = {}
-    filled = 0
-    for name, tensor in tensors:
-        tensor = tensor.detach().cpu().contiguous()
-        if shard and filled + tensor.nbytes > MAX_SHARD_BYTES:
-            yield shard
-            shard, filled = {}, 0
-        shard[name] = tensor
-        filled += tensor.nbytes
-    yield shard

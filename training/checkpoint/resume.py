@@ -184,10 +184,9 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
             refused.keys() & set(BATCH_SPLIT_SETTINGS) and batch % (cfg.optim.batch_size * world_size) == 0
         )
         keep = f"--global_batch_size {batch} keeps its batch; " if can_keep else ""
-        export = "" if meta["config"]["export"] else " --export"
         raise bad_setting(
             f"saved with other settings ({describe_changes(refused)}); {keep}use the same settings, or "
-            f"export it (by its own command with --resume {point.path} --max_steps {point.step}{export} and "
+            f"export it (by its own command with --resume {point.path} --max_steps {point.step} --export and "
             "another --output_dir) and train from that export",
             resume=point.path,
         )

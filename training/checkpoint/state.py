@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from fp8_suite.training.checkpoint.progress import Progress, WallTime
 from fp8_suite.training.checkpoint.resume import ResumePoint
-from fp8_suite.training.checkpoint.store import Checkpoints
+from fp8_suite.training.checkpoint.store import Checkpoints, in_groups
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim import adamw, moments
 from fp8_suite.training.optim import optimizer as optim
@@ -145,7 +145,7 @@ def _load_moments(
 
     They are loaded in groups, as all of them may not fit in both formats, and converted on `device`.
     """
-    for group in _groups({(key, moment): parts[moment].numel() for (key, moment), parts in live.items()}):
+    for group in in_groups(live, lambda names: live[names][names[1]].numel(), ELEMENTS_AT_ONCE):
         saved = {
             (key, name): moments.allocate(live[key, name][name], name, formats[name]) for key, name in group
         }
@@ -156,18 +156,6 @@ def _load_moments(
                 for tensors in (saved, live)
             )
             moments.convert_(target, source, moment, device)
-
-
-def _groups(sizes: dict[tuple[str, str], int]) -> Iterator[list[tuple[str, str]]]:
-    """Split the keys into groups of ELEMENTS_AT_ONCE, or of one larger tensor."""
-    group, elements = [], 0
-    for key, size in sizes.items():
-        if group and elements + size > ELEMENTS_AT_ONCE:
-            yield group
-            group, elements = [], 0
-        group, elements = [*group, key], elements + size
-    if group:
-        yield group
 
 
 def weights_and_optimizer(

@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +154,20 @@ class Checkpoints:
         index.write_index(self.folder, index.prune(self.folder, saved, self.keep_last))
 
 
+def in_groups(items: Iterable[Any], size_of: Callable[[Any], int], limit: int) -> Iterator[list[Any]]:
+    """Group consecutive items up to a sum of sizes of `limit`, or one larger item."""
+    group: list[Any] = []
+    total = 0
+    for item in items:
+        if group and total + size_of(item) > limit:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size_of(item)
+    if group:
+        yield group
+
+
 # Tensors in torch.distributed.checkpoint
 
 
@@ -227,16 +241,11 @@ class _Writer(dcp.FileSystemWriter):
         """Write no .metadata file, which is a pickle. Each file describes its shards."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list]:
-        files: list[list[dcp.WriteItem]] = [[]]
-        filled = 0
-        for item in plan.items:
+        def nbytes(item: dcp.WriteItem) -> int:
             data = item.tensor_data
-            nbytes = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-            if filled and filled + nbytes > self.file_bytes:
-                files.append([])
-                filled = 0
-            files[-1].append(item)
-            filled += nbytes
+            return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+        files = list(in_groups(plan.items, nbytes, self.file_bytes)) or [[]]
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(lambda number: self._write(number, files[number], planner), range(len(files))))
         done: torch.futures.Future[list] = torch.futures.Future()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from fp8_suite.core.recipes import RECIPES
 from fp8_suite.training.precision.precision_map import fold_layers
@@ -41,10 +40,6 @@ class Coverage:
         ]
         total = f"FP8 ran in {self.fp8_modules} modules: {self.fp8_gemm_share:.1%} of GEMM FLOPs"
         return [f"precision coverage of the first step; {total}", *body]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields to record in env.json."""
-        return asdict(self)
 
 
 def coverage(model: nn.Module, precision: Precision) -> Coverage:

@@ -29,14 +29,9 @@ def build(formats=("fp8", "fp8"), dtype=torch.bfloat16, *, offloaded: bool):
     torch.manual_seed(0)
     shapes = {"blocks": (37, 128), "odd": (9, 100), "experts": (3, 5, 64), "vector": (777,), "empty": (0, 64)}
     model = torch.nn.ParameterDict({name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()})
-    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
-    return model, FusedAdamW(
-        [{"params": list(model.values())}],
-        **settings,
-        master_weights=True,
-        moment_dtypes=formats,
-        offload=offloaded,
-    )
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "moment_dtypes": formats}
+    groups = [{"params": list(model.values())}]
+    return model, FusedAdamW(groups, **settings, master_weights=True, offload=offloaded)
 
 
 def train(model, optimizer, steps: range, *, skipped: int = 2) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +20,9 @@ from fp8_suite.training.precision.fp8_inspect import FEATURE, inspect_config, re
 from fp8_suite.training.precision.fp8_stats import Fp8Stats, check
 from fp8_suite.training.precision.precision_map import te_names
 from fp8_suite.training.precision.recipes import Precision
-from fp8_suite.training.run import main
 from torch import nn
+
+from tests.training.test_run import train
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ONE = torch.tensor(1.0)
@@ -246,20 +246,16 @@ def test_casts_of_torchao_are_repeated(recipe):
 def test_a_run_logs_the_steps_that_are_due_and_trains_as_without(tmp_path, layers):
     if "--use_te" not in layers:
         pytest.importorskip("torchao")
-    small = (
-        "--num_of_samples 60 --max_seq_length 128 --batch_size 2 --eval_samples 6 --num_workers 0 "
-        "--num_proc 1 --learning_rate 1e-3 --log_interval 1 --eval_interval 3 --max_steps 4 "
-        "--mixed_precision fp8 --no_save_checkpoints --no_export --gradient_accumulation_steps 2 "
-        "--precision_map layers.1=bf16"
+    flags = (
+        "--max_steps 4 --gradient_accumulation_steps 2 --mixed_precision fp8 --precision_map layers.1=bf16"
     )
+    flags += f" --no_save_checkpoints --no_export {layers}"
 
-    def train(name: str, flags: str = "") -> dict[int, dict]:
-        argv = shlex.split(f"{small} {layers} --output_dir {tmp_path / name} {flags}")
-        assert main(argv, description="test", start=lambda cfg: torch.device("cpu")) == 0
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        return lines
+    def logged(name: str, flags: str) -> list[dict]:
+        file = train(tmp_path / name, flags) / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()]
 
-    watched, plain = train("watched", "--fp8_stats_interval 2"), train("plain")
+    watched, plain = logged("watched", f"{flags} --fp8_stats_interval 2"), logged("plain", flags)
     by_step = {line["step"]: line for line in watched if any(name.startswith("fp8/") for name in line)}
     assert sorted(by_step) == [2, 4]
     assert [line.get("train/loss") for line in watched if line is not by_step.get(line["step"])] == [

@@ -1,7 +1,5 @@
 """FP8 through torchao, emulated: converted layers, quantized values, runs of any architecture."""
 
-import json
-import shlex
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,8 +17,6 @@ from fp8_suite.training.optim.adamw import FusedAdamW, local
 from fp8_suite.training.precision import torchao_fp8
 from fp8_suite.training.precision.coverage import coverage
 from fp8_suite.training.precision.recipes import Precision
-from fp8_suite.training.run import main
-from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -28,6 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.children import preload, run_ranks
 from tests.te_models.test_hugging_face import TINY
 from tests.training.parallel.test_multi_gpu import train as train_on_ranks
+from tests.training.test_run import SMALL, exported, record, same
+from tests.training.test_run import curve as losses
+from tests.training.test_run import train as train_small
 
 preload(__name__)
 
@@ -186,32 +185,15 @@ def test_routers_that_are_linear_layers_are_not_converted(model_type):
     assert modules.get("down_proj", ["bf16"])[0] == "bf16"  # Llama 4's shared expert is changed in place
 
 
-SMALL = (
-    "--num_of_samples 60 --max_seq_length 128 --batch_size 4 --eval_samples 6 --num_workers 0 --num_proc 1 "
-    "--learning_rate 1e-3 --log_interval 1 --deterministic --init random --tokenizer_name demo"
-)
 SIZES = TINY | {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
 SIZES |= {"max_position_embeddings": 256}
 
 
-def train(folder: Path, flags: str = "", *, code: int = 0) -> Path:
-    argv = shlex.split(f"{SMALL} --output_dir {folder} {flags}")
-    assert main(argv, description="test", start=lambda cfg: torch.device("cpu")) == code
-    return folder
+FROM_CONFIG = "--init random --tokenizer_name demo"
 
 
-def losses(folder: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
-
-
-def environment(folder: Path) -> dict:
-    return json.loads((folder / "env.json").read_text())
-
-
-def same_export(first: Path, second: Path) -> bool:
-    a, b = (load_file(folder / "export" / "model.safetensors") for folder in (first, second))
-    return a.keys() == b.keys() and all(torch.equal(weight, b[name]) for name, weight in a.items())
+def train(folder: Path, flags: str, *, code: int = 0) -> Path:
+    return train_small(folder, f"--batch_size 4 {FROM_CONFIG} {flags}", code=code)
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +214,7 @@ def test_any_architecture_trains_about_as_in_bf16(model_type, recipes, fp8, mode
     reference = losses(train(tmp_path / "bf16", f"{flags} --mixed_precision bf16"))
     for recipe in recipes:
         folder = train(tmp_path / recipe, f"{flags} --mixed_precision fp8 --fp8_scenario {recipe}")
-        recorded = environment(folder)
+        recorded = record(folder, "env.json")
         assert (recorded["recipe"], recorded["emulated"]) == (recipe, True)
         assert recorded["coverage"]["fp8_modules"] == fp8 and recorded["attention_backend"] == "packed_causal"
         assert losses(folder) == pytest.approx(reference, rel=5e-3) and losses(folder) != reference
@@ -244,16 +226,16 @@ def test_a_resumed_run_equals_the_uninterrupted_one_and_its_export_loads(models,
     uninterrupted = train(tmp_path / "uninterrupted", flags)
     again = train(tmp_path / "again", f"{flags} --resume {uninterrupted}/checkpoints/step_000003")
     assert losses(again) == {step: loss for step, loss in losses(uninterrupted).items() if step > 3}
-    assert same_export(uninterrupted, again)
+    assert same(exported(uninterrupted), exported(again))
     _, info = AutoModelForCausalLM.from_pretrained(uninterrupted / "export", output_loading_info=True)
     assert not any(info[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     counts: dict[str, int] = {}
-    for row in environment(uninterrupted)["coverage"]["rows"]:
+    for row in record(uninterrupted, "env.json")["coverage"]["rows"]:
         counts[row["precision"]] = counts.get(row["precision"], 0) + row["count"]
     assert counts == {"bf16": 7 + 1, "fp8 tensorwise": 4, "fp8 rowwise": 3}
 
 
-ON_TWO = f"{SMALL} --batch_size 2 --mixed_precision fp8 --max_steps 4"
+ON_TWO = f"{SMALL} {FROM_CONFIG} --mixed_precision fp8 --max_steps 4"
 GATHERED = "--sharding_mode fsdp_full --fp8_all_gather --gradient_checkpointing --save_interval 2"
 
 
@@ -267,7 +249,7 @@ def test_two_ranks_train_as_one_process(on_one, models, tmp_path):
     flags = f"{ON_TWO} --model_name {models}/llama --sharding_mode ds_zero3"
     folder = train_on_ranks(tmp_path / "run", flags).folder
     assert losses(folder) == pytest.approx(on_one, rel=2e-3)
-    assert environment(folder)["coverage"]["fp8_modules"] == 14
+    assert record(folder, "env.json")["coverage"]["fp8_modules"] == 14
 
 
 def test_weights_gathered_in_fp8_train_as_one_process_and_resume_bit_for_bit(on_one, models, tmp_path):
@@ -277,7 +259,7 @@ def test_weights_gathered_in_fp8_train_as_one_process_and_resume_bit_for_bit(on_
     resume = f"--resume {uninterrupted}/checkpoints/step_000002"
     again = train_on_ranks(tmp_path / "again", f"{flags} {resume}").folder
     assert losses(again) == {step: loss for step, loss in losses(uninterrupted).items() if step > 2}
-    assert same_export(uninterrupted, again)
+    assert same(exported(uninterrupted), exported(again))
 
 
 def gathered(rank: int, folder: Path) -> None:
@@ -289,15 +271,9 @@ def gathered(rank: int, folder: Path) -> None:
         torchao_fp8.convert(model, lambda name: "tensorwise", emulated=True, all_gather=all_gather)
         for block in (*model.blocks, model):
             fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        optimizer = FusedAdamW(
-            [{"params": list(model.parameters())}],
-            lr=1e-3,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            master_weights=True,
-            moment_dtypes=("fp32", "fp32"),
-            offload=all_gather,
-        )
+        settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "moment_dtypes": ("fp32", "fp32")}
+        groups = [{"params": list(model.parameters())}]
+        optimizer = FusedAdamW(groups, **settings, master_weights=True, offload=all_gather)
         weight = model.get_submodule("model.model.layers.0.mlp.up_proj").weight
         if all_gather:
             torchao_fp8.refresh_scales_after_steps(model, optimizer)
