@@ -136,6 +136,8 @@ def convert(name: str, value: Any, hint: Any) -> Any:
     if hint is float and not math.isfinite(converted):
         raise wrong("must be a finite number")
     if name in PATHS:
+        if not converted:  # often an unset variable of a script
+            raise wrong("needs a value")
         converted = os.path.expanduser(converted)  # shells do not expand --x=~/y
         try:
             os.fsencode(converted)

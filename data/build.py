@@ -248,7 +248,9 @@ def require_usable(split: Split, selection: Selection, **flag: str | None) -> No
     reasons = ", ".join(f"{n} {status.name.lower().replace('_', ' ')}" for status, n in counts.items())
     if Status.BAD in counts:
         reasons += f": {split.describe_first_bad(selection)}"
-    way_out = "raise --max_seq_length" if Status.OVERLONG in counts else "check the data and its columns"
+    # Truncation may cut the whole answer.
+    too_short = Status.WITHOUT_LABEL if cfg.overlong == "truncate" else Status.OVERLONG
+    way_out = "raise --max_seq_length" if too_short in counts else "check the data and its columns"
     reason = f"no row of --dataset_name {cfg.dataset_name} can be used ({reasons or 'it is empty'})"
     raise bad_setting(f"{reason}; {way_out}", **flag)
 

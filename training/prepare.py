@@ -234,6 +234,8 @@ def _load_data(
             "or drop --generate_samples",
             split_name=cfg.data.split_name,
         )
+    if (samples := cfg.checkpoint.generate_samples) and loaders.eval and not loaders.eval_prompts:
+        raise bad_setting("plain text has no prompts to answer; drop it", generate_samples=samples)
     for line in loaders.report.lines() if loaders.report else ():
         print_rank0(line)
     for line in loaders.eval_report.lines() if loaders.eval_report else ():

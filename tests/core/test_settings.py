@@ -74,6 +74,7 @@ def test_an_unknown_word_is_answered_with_the_nearest(argv, nearest):
         ("--bf16_first_layers 1", "needs --mixed_precision fp8 (here bf16)"),
         ("--config /nowhere.yaml", "No such file or directory"),
         ("--output_dir runs/\udcc3\udca9", "the locale cannot encode it"),
+        ("--output_dir=", "needs a value"),
     ],
 )
 def test_a_bad_value_is_one_line_with_flag_and_reason(argv, reason):

@@ -301,6 +301,11 @@ ERRORS = {
         "--split_name train: no row .*1 empty, 1 bad: line 2: its text is of type int, not text.; check",
     ),
     "all overlong": (json_lines(PAIR), {"max_seq_length": 8}, r"\(1 overlong\); raise --max_seq_length"),
+    "all truncated before the answer": (
+        json_lines(PAIR),
+        {"max_seq_length": 8, "overlong": "truncate"},
+        r"\(1 without label\); raise --max_seq_length",
+    ),
     "blank lines": (b"\n \n\n", {}, r"no line .* JSON object .*\(the first: blank\)"),
     "cut compressed file": (
         bz2.compress(USABLE)[:-9],

@@ -507,6 +507,7 @@ def two_rows(folder: Path) -> Path:
         ("--model_name /nowhere", EXIT_BAD_SETTING, "--model_name /nowhere"),
         ("--split_name validation", EXIT_BAD_SETTING, "--split_name validation"),
         ("--dataset_text_field nope", EXIT_BAD_SETTING, "--dataset_text_field nope"),
+        ("--dataset_text_field problem --generate_samples 1", EXIT_BAD_SETTING, "--generate_samples 1"),
         ("--resume /nowhere", EXIT_BAD_SETTING, "--resume /nowhere"),
         ("--recompute layer:9", EXIT_BAD_SETTING, "--recompute layer:9: for 9 layers, but the model has 3"),
         ("--memory_limit_gb 80", EXIT_BAD_SETTING, "--memory_limit_gb 80.0"),
