@@ -102,12 +102,12 @@ def run(prepared: PreparedRun, loaders: Loaders, cleanup: ExitStack, signals: Ex
         print_rank0(f"this run is finished; {remedy}")
         return 0
     prepared.watchdog.starting("building the model")
-    assembly = assemble(prepared)
-    if ranks.world_size() > 1:
-        torch.manual_seed(prepared.cfg.optim.seed + ranks.rank())  # dropout must differ between ranks
-    ranks.raise_process_group_timeouts()
-    _report_model(prepared, assembly)
     with discarded_if_refused(prepared.folder, is_new=prepared.new_folder):
+        assembly = assemble(prepared)
+        if ranks.world_size() > 1:
+            torch.manual_seed(prepared.cfg.optim.seed + ranks.rank())  # dropout must differ between ranks
+        ranks.raise_process_group_timeouts()
+        _report_model(prepared, assembly)
         state, scaling, evaluated = restore(prepared, loaders, assembly)
     trainer, observers = open_loop(prepared, loaders, assembly, state, scaling, evaluated=evaluated)
     cleanup.callback(trainer.logs.tracker.give_up, EXIT_FAILED)  # does nothing after `finish`

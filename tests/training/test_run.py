@@ -354,7 +354,7 @@ def test_an_output_folder_with_other_files_is_refused_and_left_alone(tmp_path, c
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-def test_a_resume_that_is_refused_leaves_no_folder(copied, tmp_path, capsys):
+def test_a_checkpoint_or_model_that_is_refused_leaves_no_folder(copied, tmp_path, capsys):
     folder = tmp_path / "new"
     train(folder, f"--max_steps 1 --resume {copied}", code=EXIT_BAD_SETTING)
     assert not folder.exists() and "raise it, or evaluate that checkpoint" in capsys.readouterr().err
@@ -362,6 +362,12 @@ def test_a_resume_that_is_refused_leaves_no_folder(copied, tmp_path, capsys):
         path.write_bytes(path.read_bytes()[:-8])
     train(folder, f"--max_steps 9 --resume {copied}", code=EXIT_BAD_SETTING)
     assert not folder.exists()
+    export = copied / "export"
+    (export / "config.json").write_text(
+        (export / "config.json").read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4')
+    )
+    train(folder, f"--max_steps 1 --model_name {export}", code=EXIT_BAD_SETTING)
+    assert not folder.exists() and "the weights lack" in capsys.readouterr().err
 
 
 def test_an_output_folder_may_hold_a_launcher_s_log_and_survives_a_refusal(tmp_path):
