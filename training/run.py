@@ -71,7 +71,7 @@ def main(
         watchdog = Watchdog(cfg.sharding.timeout_minutes)
         _seed(cfg.optim.seed, deterministic=cfg.optim.deterministic)
         if ranks.rank() > 0:  # all ranks read the same rows: log once
-            logging.getLogger("data").setLevel(logging.ERROR)
+            logging.getLogger("fp8_suite.data").setLevel(logging.ERROR)
         started = started or time.perf_counter()
         prepared, loaders = prepare(cfg, device, watchdog, started, cleanup)
         code = run(prepared, loaders, cleanup, signals)

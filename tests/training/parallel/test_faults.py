@@ -327,9 +327,12 @@ def test_files_of_one_name_that_differ_between_nodes_are_refused(kind, tmp_path)
     assert re.search(message, error), error
 
 
-def test_more_ranks_than_sequences_are_refused(tmp_path):
-    error = refused(start(tmp_path / "run", "--num_of_samples 10 --batch_size 4", ranks=3))
+def test_more_ranks_than_sequences_are_refused_and_one_rank_warns(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "one row"}\n')
+    job = start(tmp_path / "run", f"--dataset_name {tmp_path / 'rows.jsonl'} --batch_size 4", ranks=3)
+    error = refused(job)
     assert "--batch_size 4: on 3 ranks a micro-batch needs 12 sequences, but --split_name train_1M" in error
+    assert job.printed().count("using its only split") == 1
 
 
 def library_error(rank: int) -> None:
