@@ -120,7 +120,8 @@ def answer_text(render: Render, before: list[Row], message: Row, prompt: str) ->
     missing = [name for name, part in parts.items() if _is_left_out(finish, message, name, part, text)]
     if not contains(text, content):
         missing.append("content")
-    if missing and through == _attempt(finish, {"role": message["role"], "content": ""}):
+    blank = _attempt(finish, {"role": message["role"], "content": ""}) or ""
+    if missing and squeezed(through) == squeezed(blank):
         raise TemplateError("it writes nothing of an answer")
     return text, missing
 

@@ -401,8 +401,12 @@ def test_content_and_single_calls_that_the_template_leaves_out_are_named(chatml)
     assert made.draft({"messages": [CHAT[1], several]}).left_out == ["tool_calls"]
 
 
-def test_answer_of_which_nothing_is_written_makes_a_bad_row(chatml):
-    status, reason, *_ = encoder(chatml).draft({"messages": CALLING[:2]})
+@pytest.mark.parametrize("content", ["", "<think>\nI search.\n</think>\n\n"])
+def test_answer_of_which_nothing_is_written_makes_a_bad_row(chatml, content):
+    """The template writes no calls, and strips the reasoning: white space is left."""
+    chatml.chat_template = CHATML.text.replace("['content']", "['content'].split('</think>')[-1]")
+    answer = CALLING[1] | {"content": content}
+    status, reason, *_ = encoder(chatml).draft({"messages": [CALLING[0], answer]})
     assert status == Status.BAD and reason.endswith("it writes nothing of an answer")
 
 
