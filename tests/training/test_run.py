@@ -378,13 +378,6 @@ def test_an_output_folder_may_hold_a_launcher_s_log_and_survives_a_refusal(tmp_p
     assert (tmp_path / "settings.json").exists()
 
 
-def test_a_refused_command_keeps_the_settings_of_an_interrupted_run(copied):
-    (copied / "summary.json").unlink()
-    settings = (copied / "settings.json").read_bytes()
-    train(copied, "--max_steps 5", code=EXIT_BAD_SETTING)
-    assert (copied / "settings.json").read_bytes() == settings
-
-
 def test_a_run_without_readable_settings_resumes_from_its_checkpoints_or_is_refused(copied, capsys):
     (copied / "settings.json").write_text("[]")
     train(copied, "--max_steps 9")

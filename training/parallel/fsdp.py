@@ -40,7 +40,7 @@ class FSDP(Strategy):
     def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
         self._check_dtypes(model, parameter_dtype)
         reduce_dtype = self.sum_dtype
-        # `FP32ReduceScatter` exchanges BF16 gradients. With accumulation they are already FP32 sums.
+        # `ReduceScatter` exchanges BF16 gradients. With accumulation they are already FP32 sums.
         custom_reduce_scatter = (
             parameter_dtype == compute_dtype == torch.bfloat16
             and reduce_dtype == torch.float32
@@ -66,11 +66,8 @@ class FSDP(Strategy):
         # Embedding, final norm and LM head form one group, because embedding and head may share a weight.
         fully_shard(model, reshard_after_forward=False, **options)
         if custom_reduce_scatter or self.sends_fp8:
-            kind = (
-                gradient_exchange.FP8ReduceScatter if self.sends_fp8 else gradient_exchange.FP32ReduceScatter
-            )
             for module in (*blocks, model):
-                module.set_custom_reduce_scatter(kind())
+                module.set_custom_reduce_scatter(gradient_exchange.ReduceScatter(fp8=self.sends_fp8))
         # Without prefetch a block is gathered when the CPU reaches it: too late if kernel launches are slow.
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])

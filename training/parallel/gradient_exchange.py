@@ -78,10 +78,11 @@ def unpack_fp8(packed: Tensor) -> Tensor:
     return (values * scales[..., None]).flatten(1)
 
 
-class FP32ReduceScatter:
+class ReduceScatter:
     """Reduce-scatter for FSDP2's `set_custom_reduce_scatter`, by all-to-all and an FP32 sum on each rank."""
 
-    reduce_scatter = staticmethod(_reduce_scatter_fp32)
+    def __init__(self, *, fp8: bool):
+        self.reduce_scatter = _reduce_scatter_fp8 if fp8 else _reduce_scatter_fp32
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -90,12 +91,6 @@ class FP32ReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         output_tensor.copy_(self.reduce_scatter(input_tensor, group, mean=op == dist.ReduceOp.AVG))
-
-
-class FP8ReduceScatter(FP32ReduceScatter):
-    """The same with gradients sent in FP8."""
-
-    reduce_scatter = staticmethod(_reduce_scatter_fp8)
 
 
 def all_to_all_hook(

@@ -237,9 +237,12 @@ def choose_differently(rank: int) -> None:
     modes.choose_mode = lambda *_, **__: (("ddp", "fsdp_full")[rank], "so")
 
 
-def test_the_first_rank_chooses_the_mode_for_all(tmp_path):
-    job = train(tmp_path / "run", "--max_steps 1", patch=choose_differently)
+def test_the_first_rank_chooses_the_mode_for_all_and_warns_of_data_alone(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows(40)))
+    flags = f"--dataset_name {tmp_path / 'rows.jsonl'} --max_steps 1"
+    job = train(tmp_path / "run", flags, patch=choose_differently)
     assert summary(job.folder)["sharding_mode"] == "ddp"
+    assert job.printed().count("no such split in") == 1
 
 
 def other_seed(rank: int) -> None:

@@ -16,7 +16,7 @@ from fp8_suite.training.optim.optimizer import OptimizerSpec, build_optimizer
 from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.parallel import gradient_exchange, ranks
 from fp8_suite.training.parallel.engines import build_strategy
-from fp8_suite.training.parallel.gradient_exchange import FP8ReduceScatter, FP32ReduceScatter
+from fp8_suite.training.parallel.gradient_exchange import ReduceScatter
 from fp8_suite.training.parallel.strategies import global_norm
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,7 +54,7 @@ def sum_over_three_ranks(rank: int, folder: Path) -> None:
     mine = large if rank == 0 else torch.full_like(large, 0.5)
     for op, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, world_size)):
         output = torch.empty(12, dtype=torch.float32)
-        FP32ReduceScatter()(output, mine.clone(), group=dist.group.WORLD, op=op)
+        ReduceScatter(fp8=False)(output, mine.clone(), group=dist.group.WORLD, op=op)
         expected = (large.double() + 0.5 * (world_size - 1))[12 * rank : 12 * (rank + 1)] / divisor
         torch.testing.assert_close(output, expected.float(), rtol=1e-7, atol=0)
     # DDP; at every weight another rank has the large term: no order of BF16 sums keeps all small ones.
@@ -91,7 +91,7 @@ def exchange_over_three_ranks(rank: int, folder: Path) -> None:
         gradient_exchange.PARTS = 2 if divisor == 1 else 8  # of two rows and one, or of one row each
         output, counts = torch.empty(1000), Counter()
         with Collectives(counts):
-            FP8ReduceScatter()(output, gradients_like(rank, count), group=dist.group.WORLD, op=op)
+            ReduceScatter(fp8=True)(output, gradients_like(rank, count), group=dist.group.WORLD, op=op)
         assert counts == {"alltoall_base_": 1}
         error = (output * divisor - total[shard]).abs()
         assert (error <= sizes[shard] / 16).all()  # half a step of E4M3

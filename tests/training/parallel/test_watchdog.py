@@ -24,24 +24,23 @@ def beats(**changes: dict) -> dict[int, Heartbeat]:
 
 
 LOADING = {"progress": 19, "doing": "loading the data of step 7", "seconds": 61.0}
-FINISHED = {f"rank{rank}": {"doing": PAUSED, "seconds": 0.0} for rank in (0, 1, 3)}
+LAST = {f"rank{rank}": {"doing": PAUSED, "seconds": 0.0} for rank in (0, 1, 3)} | {
+    "rank2": {"doing": "exporting"}
+}
 
 
 @pytest.mark.parametrize(
-    ("changes", "silent", "named"),
+    ("heartbeats", "silent", "named"),
     [
-        ({"rank2": LOADING}, set(), "rank 2 (node1) has been loading the data of step 7 for 61 s"),
-        ({"rank0": LOADING}, {3}, "rank 3 (node1) stopped sending heartbeats while computing step 7"),
-        (FINISHED | {"rank2": {"doing": "exporting"}}, set(), "rank 2 (node1) has been exporting for 60 s"),
+        (beats(rank2=LOADING), set(), "rank 2 (node1) has been loading the data of step 7 for 61 s"),
+        (beats(rank0=LOADING), {3}, "rank 3 (node1) stopped sending heartbeats while computing step 7"),
+        (beats(**LAST), set(), "rank 2 (node1) has been exporting for 60 s"),
+        ({n: beats()[n] for n in (1, 2)}, {1}, "rank 0 has not started; rank 3 has not started"),
     ],
-    ids=["behind", "silent before one that is behind", "late, though others have finished"],
+    ids=["behind", "silent before one that is behind", "late, though others have finished", "missing first"],
 )
-def test_the_straggler_is_named(changes, silent, named):
-    assert name_stragglers(beats(**changes), silent, 4) == named
-
-
-def test_ranks_without_a_heartbeat_are_named_before_all_others():
-    assert name_stragglers({1: beats()[1]}, {1}, 3) == "rank 0 has not started; rank 2 has not started"
+def test_the_straggler_is_named(heartbeats, silent, named):
+    assert name_stragglers(heartbeats, silent, 4) == named
 
 
 @pytest.fixture
