@@ -41,7 +41,7 @@ def _reduce_scatter_fp32(tensor: Tensor, group: Any, *, mean: bool) -> Tensor:
 def _reduce_scatter_fp8(tensor: Tensor, group: Any, *, mean: bool) -> Tensor:
     """Reduce-scatter a tensor [N * n] over N ranks to this rank's shard [n] in FP32, sent in FP8."""
     rows = tensor.view(dist.get_world_size(group), -1)  # [N, n]
-    packed = pack_fp8(_padded(rows))
+    packed = pack_fp8(_padded(rows, FP8_BLOCK))
     received = torch.empty_like(packed)
     dist.all_to_all_single(received, packed, group=group)
     del packed
@@ -52,10 +52,10 @@ def _reduce_scatter_fp8(tensor: Tensor, group: Any, *, mean: bool) -> Tensor:
     return total[: rows.shape[1]] / (len(rows) if mean else 1)
 
 
-def _padded(rows: Tensor) -> Tensor:
-    """Return rows [N, n] padded to whole blocks."""
-    padding = -rows.shape[1] % FP8_BLOCK
-    return F.pad(rows, (0, padding)) if padding else rows
+def _padded(tensor: Tensor, multiple: int) -> Tensor:
+    """Return the tensor, or a copy with its last dimension padded to a multiple."""
+    padding = -tensor.shape[-1] % multiple
+    return F.pad(tensor, (0, padding)) if padding else tensor
 
 
 def pack_fp8(values: Tensor) -> Tensor:
@@ -106,10 +106,9 @@ def all_to_all_hook(
         if stream:
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # does nothing for None
-            padding = -gradients.numel() % dist.get_world_size()
-            padded = F.pad(gradients, (0, padding)) if padding else gradients
+            padded = _padded(gradients, dist.get_world_size())
             average(padded)
-            if padding:
+            if padded is not gradients:
                 gradients.copy_(padded[: gradients.numel()])
             future.set_result(gradients)  # records an event on the stream, for which DDP waits
         return future
@@ -124,7 +123,7 @@ def _average_fp32(gradients: Tensor) -> None:
 
 def _average_fp8(gradients: Tensor) -> None:
     shard = _reduce_scatter_fp8(gradients, None, mean=True)
-    packed = pack_fp8(_padded(shard[None]))
+    packed = pack_fp8(_padded(shard[None], FP8_BLOCK))
     received = packed.new_empty(dist.get_world_size(), packed.shape[1])
     dist.all_gather_into_tensor(received, packed)
     size, rows_of_ranks = -(-len(received) // PARTS), gradients.view(len(received), -1)

@@ -93,6 +93,11 @@ def halt_impatiently(rank: int) -> None:
     before_step(3, halt, rank)
 
 
+def library_error(rank: int) -> None:
+    if rank == 1:
+        prepare.build_loaders = lambda *args, **kwargs: json.loads("{")  # a ValueError
+
+
 def slow_start_and_end(rank: int) -> None:
     if rank == 1:
         delay(prepare, "_load_data", 8)
@@ -110,6 +115,7 @@ SAVES, HASTY = "--sharding_mode fsdp_full --save_interval 1", "--timeout_minutes
 PATCHES: dict[str, tuple[str, Callable[[int], None]]] = {
     "error": ("--sharding_mode ddp --save_interval 1", partial(before_step, 3, fail)),
     "out of memory": (SAVES, partial(before_step, 3, run_out_of_memory)),
+    "library": ("", library_error),
     "killed": (f"{SAVES} --batch_size 1", partial(before_step, 3, die)),
     "slow logs": ("", fail_with_slow_logs),
     "stopped": (f"{SAVES} {HASTY}", partial(before_step, 3, halt)),
@@ -149,6 +155,15 @@ def test_an_error_of_one_rank_ends_the_job_and_is_printed_once(name, message, co
     assert error.startswith(f"error: rank 1 ({HERE}): {message}")
     assert ("Traceback" in job.printed()) == (name == "error")
     assert last_checkpoint(job.folder) == "step_000002"
+
+
+def test_a_library_s_error_has_the_traceback_of_its_rank(faulty):
+    """This holds for whichever rank prints it."""
+    job = faulty["library"]
+    assert job.wait() == [EXIT_FAILED] * 2
+    (error,) = job.errors()
+    assert error.startswith(f"error: rank 1 ({HERE}): JSONDecodeError: ")
+    assert job.printed().count("Traceback") == 1 and "raw_decode" in job.printed()
 
 
 def test_an_error_is_printed_before_the_logs_are_finished_and_ends_the_job_soon(faulty):
@@ -336,20 +351,6 @@ def test_more_ranks_than_sequences_are_refused_and_one_rank_warns(tmp_path):
     error = refused(job)
     assert "--batch_size 4: on 3 ranks a micro-batch needs 12 sequences, but --split_name train_1M" in error
     assert job.printed().count("using its only split") == 1
-
-
-def library_error(rank: int) -> None:
-    if rank == 1:
-        prepare.build_loaders = lambda *args, **kwargs: json.loads("{")  # a ValueError
-
-
-def test_a_library_s_error_on_one_rank_has_the_traceback_of_that_rank(tmp_path):
-    """This holds for whichever rank prints it."""
-    job = start(tmp_path / "run", patch=library_error)
-    assert job.wait() == [EXIT_FAILED] * 2
-    (error,) = job.errors()
-    assert re.match(r"error: rank 1 \(.*\): JSONDecodeError: ", error)
-    assert job.printed().count("Traceback") == 1 and "raw_decode" in job.printed()
 
 
 # Before the ranks meet
