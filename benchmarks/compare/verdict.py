@@ -104,8 +104,8 @@ def _notes_on_losses(results: dict[str, Result], records: Records) -> list[str]:
     notes = [f"{name}, evaluation loss: {it.verdict}, {it.describe()}." for name, it in evaluations.items()]
     repeated = [run for run in records.values() if gaps.repeats(run, reference)]
     if moved := [100 * gap for run in repeated if (gap := gaps.final_gap(run, reference)) is not None]:
-        span = f"{min(moved):+.2f} to {max(moved):+.2f} %"
-        notes.append(f"Another seed moves the reference's own training loss by {span}.")
+        span = " to ".join(dict.fromkeys(f"{gap:+.2f}" for gap in (min(moved), max(moved))))
+        notes.append(f"Another seed moves the reference's own training loss by {span} %.")
     epochs = [epoch for _, epoch in reference.series("train/epoch")]
     if epochs and epochs[-1] > 1:
         notes.append(

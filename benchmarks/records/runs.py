@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
-from fp8_suite.core.readers import read_record
+from fp8_suite.core.readers import UnreadableFile, read_json, read_record
 from fp8_suite.training.config import SECTIONS, Config, all_settings, comparable, settings_path
 from fp8_suite.training.tracking.metrics import METRICS, RATES, summary_name, tail_mean
 
@@ -232,9 +232,9 @@ def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return with_numbers(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, AttributeError) as error:  # no JSON, or no object
-        raise bad_input(f"{path}: damaged, not a JSON object ({error}); restore or delete it") from None
+        return with_numbers(read_json(path))
+    except UnreadableFile as error:
+        raise bad_input(f"{path}: damaged ({error.reason}); restore or delete it") from None
 
 
 def _read_checked(path: Path) -> dict[str, Any] | None:

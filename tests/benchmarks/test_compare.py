@@ -241,6 +241,7 @@ def test_seeds_can_be_added_to_a_finished_comparison(tmp_path, capsys, monkeypat
     monkeypatch.setattr(grid, "launch", launch)
     assert finished(tmp_path, "bf16,delayed", "--paired_seeds", "2") == 0
     assert started == ["bf16-seed44", "delayed-seed44"]
+    assert "training loss by +0.00 %." in (tmp_path / "verdict.md").read_text(), "one number, no span"
     assert (tmp_path / "verdict.md").read_text().startswith("PASS for delayed")
 
 
@@ -421,3 +422,10 @@ def test_the_documented_command_works(tmp_path):
     planned = build_runs(variants, given, tmp_path, paired_seeds=args.paired_seeds)
     assert [run.name for run in planned][:3] == ["bf16", "delayed", "current"] and len(planned) == 6 * 3
     assert planned[0].cfg.log.eval_at_start and not planned[0].cfg.checkpoint.export, "defaults"
+
+
+def test_a_file_that_asks_for_samples_can_be_compared(tmp_path):
+    """configs/demo.yaml does, and samples need the export that a comparison leaves out."""
+    demo = f"--config {ROOT / 'configs' / 'demo.yaml'} --eval_samples 200"
+    saved = planned_runs(tmp_path, "bf16,delayed", flags=demo)[1].cfg.checkpoint
+    assert saved.export and saved.generate_samples == 2

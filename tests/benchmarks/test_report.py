@@ -86,7 +86,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         ([good, tmp_path / "export"], "export: not a run folder"),
         ([tmp_path / "empty"], "empty: not a run folder (it has no settings.json)"),
         ([good, "--reference", tmp_path / "nowhere"], "nowhere: no such folder"),
-        ([broken], "summary.json: damaged, not a JSON object"),
+        ([broken], "summary.json: damaged (not valid JSON"),
         ([good, "--output_dir", ""], "--output_dir: '' is no folder; give a path"),
         ([good, "--output_dir", broken / "summary.json"], "summary.json is a file; give a folder"),
         ([], "give either run folders or --study"),
@@ -95,6 +95,16 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         assert main([str(argument) for argument in arguments]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and reason in error and error.count("\n") == 1
+
+
+def test_files_of_a_run_may_come_from_an_editor(tmp_path, capsys):
+    folder = write_run(tmp_path, losses=[1.0])
+    settings = folder / "settings.json"
+    settings.write_text(settings.read_text(), encoding="utf-8-sig")  # with a byte-order mark, as from Windows
+    assert main([str(folder)]) == 0
+    settings.write_text("[" * 100_000)
+    assert main([str(folder)]) == 2
+    assert "nested too deeply" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
