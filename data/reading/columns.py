@@ -70,7 +70,7 @@ def find_columns(cfg: DataConfig, names: list[str], examples: Iterable[Row]) -> 
         if field not in names:
             raise bad_setting(f"no such column; the data has {', '.join(names)}", dataset_text_field=field)
         first = next((row[field] for row in examples if row.get(field)), "")
-        return "chats" if rows.is_objects(first) else "text", (field,)
+        return "chats" if rows.is_objects(rows.from_json(first)) else "text", (field,)
     for kind, fields in KNOWN_COLUMNS:
         if set(fields) <= set(names):
             return kind, fields

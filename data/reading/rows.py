@@ -39,8 +39,8 @@ def text(field: str, row: Row) -> Row:
 
 
 def messages(field: str, system: str, row: Row) -> Row:
-    """Return a sample of OpenAI or ShareGPT messages."""
-    return conversation(row.get(field), system, row)
+    """Return a sample of OpenAI or ShareGPT messages, which may be JSON text, as in CSV."""
+    return conversation(from_json(row.get(field)), system, row)
 
 
 def pair(prompt: str, answer: str, contexts: tuple[str, ...], system: str, row: Row) -> Row:

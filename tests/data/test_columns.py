@@ -62,6 +62,8 @@ def test_prompt_and_answer_become_a_chat(row, prompt, answer):
         ({"messages": [turn | {"tool_calls": None} for turn in CHAT]}, {}),  # null keys, as read from Parquet
         ({"conversations": SHARE_GPT}, {}),
         ({"turns": CHAT, "messages": []}, {"dataset_text_field": "turns"}),
+        ({"turns": json.dumps(CHAT)}, {"dataset_text_field": "turns"}),
+        ({"messages": json.dumps(CHAT)}, {}),
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, {}),
     ],
 )
