@@ -12,7 +12,7 @@ from fp8_suite.te_models import emulation as te
 from fp8_suite.te_models.emulation.casts import E4M3, E5M2, cast_blocks, cast_mx, cast_tensor, cast_with_scale
 
 from tests.te_models.test_emulated_scaling import HIDDEN, RECIPES, layer, rope
-from tests.training.test_run import curve, exported, record, same, saved, train
+from tests.training.test_run import curve, exported, record, same_bits, saved, train
 
 QK_NORM = {"qk_norm_type": "RMSNorm", "qk_norm_eps": 1e-6, "qk_norm_before_rope": True}
 LENGTHS = [5, 59, 32, 32]
@@ -207,9 +207,9 @@ def test_run_resumes_bit_for_bit_and_exports(tmp_path):
     resumed = train(tmp_path / "again", f"{DELAYED} --resume {uninterrupted}/checkpoints/step_000002")
     losses = curve(uninterrupted)
     assert curve(resumed) == {step: losses[step] for step in (3, 4)}
-    assert same(exported(resumed), exported(uninterrupted))
+    assert same_bits(exported(resumed), exported(uninterrupted))
     assert "model.layers.0.self_attn.q_proj.weight" in exported(uninterrupted)
-    assert same(saved(resumed, 4), saved(uninterrupted, 4))
+    assert same_bits(saved(resumed, 4), saved(uninterrupted, 4))
     scales = [name for name in saved(uninterrupted, 4) if "scaling_" in name]
     assert len(scales) == 3 * 4 * 2 * 2  # layers, modules, directions, scale and history
     environment = record(uninterrupted, "env.json")

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.children import preload, run_ranks
 from tests.te_models.test_hugging_face import TINY
 from tests.training.parallel.test_multi_gpu import train as train_on_ranks
-from tests.training.test_run import SMALL, exported, record, same
+from tests.training.test_run import SMALL, exported, record, same_bits
 from tests.training.test_run import curve as losses
 from tests.training.test_run import train as train_small
 
@@ -226,7 +226,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_and_its_export_loads(models,
     uninterrupted = train(tmp_path / "uninterrupted", flags)
     again = train(tmp_path / "again", f"{flags} --resume {uninterrupted}/checkpoints/step_000003")
     assert losses(again) == {step: loss for step, loss in losses(uninterrupted).items() if step > 3}
-    assert same(exported(uninterrupted), exported(again))
+    assert same_bits(exported(uninterrupted), exported(again))
     _, info = AutoModelForCausalLM.from_pretrained(uninterrupted / "export", output_loading_info=True)
     assert not any(info[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     counts: dict[str, int] = {}
@@ -259,7 +259,7 @@ def test_weights_gathered_in_fp8_train_as_one_process_and_resume_bit_for_bit(on_
     resume = f"--resume {uninterrupted}/checkpoints/step_000002"
     again = train_on_ranks(tmp_path / "again", f"{flags} {resume}").folder
     assert losses(again) == {step: loss for step, loss in losses(uninterrupted).items() if step > 2}
-    assert same(exported(uninterrupted), exported(again))
+    assert same_bits(exported(uninterrupted), exported(again))
 
 
 def gathered(rank: int, folder: Path) -> None:
