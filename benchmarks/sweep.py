@@ -36,7 +36,7 @@ from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.core.readers import UnreadableFile, read_yaml
 from fp8_suite.core.settings import convert, nearest
 from fp8_suite.training.config import all_settings
-from fp8_suite.training.estimate.sizes import check_launch
+from fp8_suite.training.estimate.sizes import check_number_of_ranks
 
 PROG = "python -m benchmarks.sweep"
 # Short names of axes. All other settings are axes under their own names.
@@ -109,7 +109,7 @@ def build_grid(
             raise bad_setting("must be at least 1", gpus=gpus)
         try:
             cfg = run_config(settings | variant.settings, folder / "runs" / name)
-            check_launch(cfg, gpus)
+            check_number_of_ranks(cfg, gpus)
         except UserError as fault:
             raise bad_input(f"{name}: {fault}") from None
         runs.append(GridRun(name=name, cfg=cfg, gpus=gpus))

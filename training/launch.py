@@ -16,7 +16,7 @@ from fp8_suite.core.redact import redact
 from fp8_suite.data.reading.formats import named_file
 from fp8_suite.te_models.presets import require_model
 from fp8_suite.training.config import Config, parse_config
-from fp8_suite.training.estimate.sizes import check_launch
+from fp8_suite.training.estimate.sizes import check_number_of_ranks
 from fp8_suite.training.parallel.settings import read_deepspeed_config
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def parse_early(description: str) -> Config | None:
     try:
         cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
         require_inputs(cfg)
-        check_launch(cfg, 1)
+        check_number_of_ranks(cfg, 1)
         return cfg
     except UserError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)

@@ -11,7 +11,7 @@ from fp8_suite.benchmarks.records.launch import is_begun
 from fp8_suite.benchmarks.records.runs import bad_input, read_run
 from fp8_suite.benchmarks.records.variants import Variant, run_config
 from fp8_suite.core.errors import UserError, bad_setting, counted
-from fp8_suite.training.estimate.sizes import check_launch, global_batch
+from fp8_suite.training.estimate.sizes import check_number_of_ranks, global_batch
 
 # Defaults of the runs; training flags on the command line override them.
 DEFAULTS: dict[str, Any] = {
@@ -92,7 +92,7 @@ def check_before_start(runs: list[VariantRun]) -> None:
     reference = runs[0]
     batch = global_batch(reference.cfg.optim, reference.gpus)
     for run in runs:
-        check_launch(run.cfg, run.gpus)
+        check_number_of_ranks(run.cfg, run.gpus)
         if (size := global_batch(run.cfg.optim, run.gpus)) != batch:
             raise bad_input(
                 f"{run.name} and {reference.name} cannot be compared: --batch_size x "

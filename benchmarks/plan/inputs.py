@@ -16,7 +16,7 @@ from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config
 from fp8_suite.training.estimate.modes import make_setup
 from fp8_suite.training.estimate.setup import ModelSize
-from fp8_suite.training.estimate.sizes import Sizing, check_launch, choose_sizes, unpredicted
+from fp8_suite.training.estimate.sizes import Sizing, check_number_of_ranks, choose_sizes, why_unpredicted
 from fp8_suite.training.parallel.settings import MODES
 
 
@@ -70,7 +70,7 @@ def _parameters(shape: ModelShape, family: Family, *, tied: bool) -> int:
         layer += (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     if family.qk_norm:
         layer += 2 * shape.head_dim
-    return size.gemm_weights + shape.num_layers * layer + size.root
+    return size.gemm_weights + shape.num_layers * layer + size.root_weights
 
 
 def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
@@ -105,10 +105,10 @@ def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> Sizing:
     mode, per_node = cfg.sharding.sharding_mode, min(gpus, gpus_per_node)
     if cfg.optim.max_steps == 0:
         raise bad_setting("evaluates only, and plans are of training; drop it", max_steps=0)
-    if rule := unpredicted(cfg, mode):
-        reason, settings = rule
+    if rule := why_unpredicted(cfg, mode):
+        settings, reason = rule
         raise bad_setting(reason, **settings)
-    check_launch(cfg, gpus)
+    check_number_of_ranks(cfg, gpus)
     model, memory = read_model(cfg.model.model_name), int(gpu.memory_gb * 1e9)
     refuse_what_training_refuses(cfg, model)
     if gpus == 1 and (mode == AUTO or not MODES[mode].offload):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from fp8_suite.te_models.kernels import loss as loss_module
 from fp8_suite.te_models.kernels.loss import linear_cross_entropy
 from fp8_suite.training.optim import moments
-from fp8_suite.training.optim.adamw import FusedAdamW, merge_master
+from fp8_suite.training.optim.adamw import MasterAdamW, merge_master
 from fp8_suite.training.optim.optimizer import (
     OptimizerSpec,
     build_optimizer,
@@ -117,7 +117,7 @@ def test_blocks_in_the_kernel_keep_zeros_tiny_values_and_large_ones():
     for device in (DEVICE, torch.device("cpu")):
         weight = torch.nn.Parameter(torch.zeros(4, 256, device=device))
         settings = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-30}
-        adamw = FusedAdamW(
+        adamw = MasterAdamW(
             [{"params": [weight]}], **settings, master_weights=True, moment_dtypes=("fp8", "fp8")
         )
         for step in range(20):

@@ -27,7 +27,7 @@ def layer_activations(setup: TrainingSetup) -> float:
     if setup.cfg.model.use_te and setup.model.qk_norm:
         bf16 += 2 * (queries + 2 * keys)
     less = costs.ffn_bytes_saved * s.ffn_hidden_size + costs.hidden_bytes_saved * s.hidden_size
-    return setup.tokens * (bf16 - less * setup.fp8_layers)
+    return setup.tokens * (bf16 - less * setup.fp8_layer_share)
 
 
 def _kept_widths(setup: TrainingSetup, level: str) -> list[int]:
@@ -49,7 +49,7 @@ def kept_activations(setup: TrainingSetup, level: str) -> float:
     if level == "none":
         return layer_activations(setup)
     if level == "mlp" and not setup.cfg.model.use_te:  # all but the inside of the MLP
-        per_ffn = 6.0 - costs_of(setup.recipe).ffn_bytes_saved * setup.fp8_layers
+        per_ffn = 6.0 - costs_of(setup.recipe).ffn_bytes_saved * setup.fp8_layer_share
         return layer_activations(setup) - setup.tokens * per_ffn * setup.model.shape.ffn_hidden_size
     return setup.tokens * 2.0 * sum(_kept_widths(setup, level))
 

@@ -17,7 +17,7 @@ from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.sizes import (
     Sizing,
     auto_settings,
-    check_launch,
+    check_number_of_ranks,
     choose_sizes,
     for_tensors,
     gb,
@@ -159,7 +159,7 @@ def resized(sizing: Sizing, changes: Changes, gpus: int = 0) -> Sizing | None:
     per_node = request.gpus_per_node if gpus == request.gpus else max(request.gpus_per_node, min(gpus, 8))
     try:
         cfg = config_from_dict(request.cfg.to_dict() | changes)
-        check_launch(cfg, gpus)
+        check_number_of_ranks(cfg, gpus)
         mode = cfg.sharding.sharding_mode if gpus > 1 else request.mode
         precision = {"effective": request.effective, "predicted": predicted}
         setup, _ = make_setup(cfg, request.model, mode, gpus, per_node, sizing.free, **precision)

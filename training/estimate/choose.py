@@ -33,7 +33,7 @@ def choose_strategy(
     """
     free = ranks.run_on_all_ranks(lambda: free_memory(cfg, device))
     usable = min(free) if device.type == "cuda" else None
-    ranks.run_on_rank0(lambda: sizes.check_launch(cfg, ranks.world_size()))
+    ranks.run_on_rank0(lambda: sizes.check_number_of_ranks(cfg, ranks.world_size()))
     sizing = ranks.run_on_rank0(lambda: choose_sizing(cfg, model, device, effective, usable))
     chosen = sizing.chosen
     strategy = build_strategy(chosen.mode, device, chosen.cfg)
@@ -128,8 +128,10 @@ def _why_unpredicted(cfg: Config, model: ModelSpec, mode: str) -> str | None:
         return f"model type {model.family} is not covered"
     if not cfg.model.use_te and not compiles_layers(cfg, mode, on_gpu=True):
         return "layers without torch.compile keep more activations than are counted"
-    rule = sizes.unpredicted(cfg, mode)
-    return rule and f"{' '.join(as_flag(*setting) for setting in rule[1].items())}: {rule[0]}"
+    if (rule := sizes.why_unpredicted(cfg, mode)) is None:
+        return None
+    settings, reason = rule
+    return f"{' '.join(as_flag(*setting) for setting in settings.items())}: {reason}"
 
 
 def compiles_layers(cfg: Config, mode: str, *, on_gpu: bool) -> bool:
@@ -139,7 +141,7 @@ def compiles_layers(cfg: Config, mode: str, *, on_gpu: bool) -> bool:
     """
     if cfg.model.use_te or cfg.model.compile is not None:
         return bool(cfg.model.compile)
-    return on_gpu and MODES[mode].engine != "deepspeed"
+    return on_gpu and MODES[mode].engine != "zero"
 
 
 def check_recomputation(cfg: Config, strategy: Strategy) -> None:

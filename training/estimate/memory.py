@@ -78,14 +78,14 @@ def gathered_weights(setup: TrainingSetup) -> float:
     """Return the bytes of gathered weights and communication buffers when backward begins."""
     model, sharding = setup.model, setup.sharding
     if sharding.stage == 3:
-        return 2 * model.root + ZERO_LIVE + ZERO_BUCKETS
+        return 2 * model.root_weights + ZERO_LIVE + ZERO_BUCKETS
     ddp = setup.sharding.engine == "ddp"
     in_fp32 = setup.cfg.sharding.grad_reduce_dtype == "fp32"
     if ddp and setup.nodes > 1 and in_fp32 and not setup.exchanges_sums:
         return 4.0 * model.parameters  # buffers of the FP32 all-reduce, until the next backward
     if not setup.fsdp:
-        return fp8_exchange(setup) * model.head if ddp else 0.0
-    return 2.0 * (model.parameters if sharding.gathers_once else model.root + model.block)
+        return fp8_exchange(setup) * model.head_weights if ddp else 0.0
+    return 2.0 * (model.parameters if sharding.gathers_once else model.root_weights + model.block_weights)
 
 
 def fp8_exchange(setup: TrainingSetup) -> float:
@@ -102,17 +102,17 @@ def fp8_exchange(setup: TrainingSetup) -> float:
 def fp8_copies(setup: TrainingSetup) -> float:
     """Return the bytes of FP8 copies of all GEMM weights; of weights in FP8, those are their transposes."""
     copies = 1.0 if setup.optimizer.holds_fp8_weights else costs_of(setup.recipe).weight_copies
-    return copies * setup.model.gemm_weights * setup.fp8_layers
+    return copies * setup.model.gemm_weights * setup.fp8_layer_share
 
 
-def logits(setup: TrainingSetup) -> float:
+def loss_peak(setup: TrainingSetup) -> float:
     """Return the peak bytes of the loss: a chunk of logits, the LM head's gradient, and hidden states.
 
     With several chunks the gradient accumulates in FP32; its BF16 copy exists after the last chunk is freed.
     """
     if setup.cfg.precision.fp8_lm_head:
-        return _logits_fp8(setup)
-    s, head = setup.model.shape, setup.model.head
+        return _loss_peak_fp8(setup)
+    s, head = setup.model.shape, setup.model.head_weights
     rows = min(setup.tokens, CHUNK_BYTES // (2 * s.vocab_size))
     chunk = 2.0 * rows * s.vocab_size
     hidden = 3 * 2.0 * setup.tokens * s.hidden_size  # output of the last layer, its norm, and their gradient
@@ -121,14 +121,14 @@ def logits(setup: TrainingSetup) -> float:
     return 4 * head + max(chunk, 2 * head) + hidden
 
 
-def _logits_fp8(setup: TrainingSetup) -> float:
+def _loss_peak_fp8(setup: TrainingSetup) -> float:
     """Return the peak bytes of the loss with an FP8 LM head.
 
     Kept throughout: both FP8 layouts of the head's weight, the transposed FP8 gradients of one GEMM's logits,
     and hidden states. In addition: a chunk of logits with its FP8 gradient, and the head's gradient. With one
     GEMM the head's gradient is BF16 and follows the chunk; with several it is FP32 and exists beside it.
     """
-    s, head = setup.model.shape, setup.model.head
+    s, head = setup.model.shape, setup.model.head_weights
     tokens = min(setup.tokens, TOKENS_PER_GEMM)
     several = setup.tokens > tokens
     rows = min(tokens, max(128, CHUNK_BYTES // (2 * s.vocab_size) // 128 * 128))
@@ -175,7 +175,7 @@ def at_loss(setup: TrainingSetup) -> dict[str, float]:
         "gradients": accumulated_gradients(setup),
         "FP8 weight copies": copies,
         "activations": stored_activations(setup),
-        "logits and head gradient": logits(setup),
+        "logits and head gradient": loss_peak(setup),
         "gathered, communication": gathered_weights(setup),
         "fixed": FIXED,
     }
@@ -190,12 +190,12 @@ def start_of_backward(setup: TrainingSetup) -> dict[str, float]:
     # BF16 gradients of gate, up and product, and two of the hidden size.
     activations = parts["activations"] + 2.0 * setup.tokens * (3 * s.ffn_hidden_size + 2 * s.hidden_size)
     # The next block's gathered weights, and send and receive buffers of this block's gradients, all in BF16.
-    communication = max(6.0, 4.0 + fp8_exchange(setup)) * model.block if setup.fsdp else 0.0
+    communication = max(6.0, 4.0 + fp8_exchange(setup)) * model.block_weights if setup.fsdp else 0.0
     return parts | {
-        "gradients": parts["gradients"] + 2.0 * model.block,
+        "gradients": parts["gradients"] + 2.0 * model.block_weights,
         "FP8 weight copies": copies,
         "activations": activations + layer_activations(setup) - kept_activations(setup, last),
-        "logits and head gradient": 2.0 * model.head,
+        "logits and head gradient": 2.0 * model.head_weights,
         "gathered, communication": parts["gathered, communication"] + communication,
     }
 
@@ -207,8 +207,8 @@ def end_of_backward(setup: TrainingSetup) -> dict[str, float]:
     gradients are sharded, and no further block is gathered.
     """
     model, parts, fsdp = setup.model, start_of_backward(setup), setup.fsdp
-    sharded = (model.parameters - model.root - model.block) / setup.shards
-    gradients = 2.0 * (sharded + model.block)
+    sharded = (model.parameters - model.root_weights - model.block_weights) / setup.shards
+    gradients = 2.0 * (sharded + model.block_weights)
     one_layer = fp8_copies(setup) / model.shape.num_layers
     copies = parts["FP8 weight copies"]
     stored = stored_activations(setup) - kept_activations(setup, setup.recompute[-1])
@@ -216,7 +216,7 @@ def end_of_backward(setup: TrainingSetup) -> dict[str, float]:
         "gradients": max(parts["gradients"], gradients),
         "FP8 weight copies": copies if fsdp else max(copies * setup.caches_fp8_weights, one_layer),
         "activations": parts["activations"] - stored,
-        "gathered, communication": parts["gathered, communication"] - 2.0 * model.block * fsdp,
+        "gathered, communication": parts["gathered, communication"] - 2.0 * model.block_weights * fsdp,
     }
 
 
@@ -227,9 +227,9 @@ def after_backward(setup: TrainingSetup) -> dict[str, float]:
     if setup.fsdp:
         # The root's gradients are reduced last: its gathered weights, gradients, send and receive buffers are
         # BF16. The blocks' weights and gradients are sharded again by then.
-        gradients *= model.root / model.parameters
-        gradients += 2.0 * (model.parameters - model.root) / setup.shards
-        communication = max(8.0, 4.0 + fp8_exchange(setup)) * model.root
+        gradients *= model.root_weights / model.parameters
+        gradients += 2.0 * (model.parameters - model.root_weights) / setup.shards
+        communication = max(8.0, 4.0 + fp8_exchange(setup)) * model.root_weights
         if sharding.in_groups and setup.cfg.sharding.grad_reduce_dtype == "fp32":
             # Inputs of the FP32 all-reduce between replicas live until backward ends.
             communication += 4.0 * model.parameters / setup.shards

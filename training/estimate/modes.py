@@ -8,7 +8,7 @@ from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config
 from fp8_suite.training.estimate.memory import accumulated_gradients, resident_state
 from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
-from fp8_suite.training.estimate.sizes import choose_sizes, unpredicted, with_sizes
+from fp8_suite.training.estimate.sizes import choose_sizes, why_unpredicted, with_sizes
 
 # From this many parameters on, sharding the optimizer step saves more time than gathering weights costs.
 LARGE_MODEL = 2 * 10**9
@@ -59,7 +59,7 @@ def choose_mode(request: TrainingSetup, free: float | None, *, predicted: bool =
     whole_nodes = setup.nodes > 1 and setup.gpus_per_node > 1 and setup.gpus % setup.gpus_per_node == 0
     modes = ["ddp", "fsdp_grad", *["hsdp"] * whole_nodes, "fsdp_full"]
     mode, reason = _choose_by_state(setup, free, modes)
-    if not predicted or not setup.model.shape or unpredicted(setup.cfg, mode):
+    if not predicted or not setup.model.shape or why_unpredicted(setup.cfg, mode):
         return mode, reason
     for candidate in modes[modes.index(mode) :]:
         sizing = choose_sizes(replace(request, mode=candidate), free)

@@ -29,22 +29,22 @@ class ModelSize:
     @property
     def gemm_weights(self) -> int:
         """Number of weights in the decoder's linear layers, which FP8 recipes cast."""
-        return matmul_parameters(self.shape) - self.head
+        return matmul_parameters(self.shape) - self.head_weights
 
     @property
-    def head(self) -> int:
+    def head_weights(self) -> int:
         """Number of weights in the LM head."""
         return self.shape.vocab_size * self.shape.hidden_size
 
     @property
-    def root(self) -> int:
+    def root_weights(self) -> int:
         """Number of weights in embedding, LM head and final norm, which FSDP gathers as one group."""
-        return self.head * (1 if self.tied else 2) + self.shape.hidden_size
+        return self.head_weights * (1 if self.tied else 2) + self.shape.hidden_size
 
     @property
-    def block(self) -> float:
+    def block_weights(self) -> float:
         """Number of weights in one decoder layer."""
-        return (self.parameters - self.root) / self.shape.num_layers
+        return (self.parameters - self.root_weights) / self.shape.num_layers
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class TrainingSetup:
         """Number of parts of the optimizer state, one per GPU; 1 if every GPU has all of it."""
         if self.sharding.in_groups:
             return self.cfg.sharding.shard_size(self.gpus, self.gpus_per_node)
-        return self.gpus if self.sharding.engine in ("fsdp", "deepspeed") else 1
+        return self.gpus if self.sharding.engine in ("fsdp", "zero") else 1
 
     @property
     def fsdp(self) -> bool:
@@ -115,7 +115,7 @@ class TrainingSetup:
         return self.effective or requested
 
     @property
-    def fp8_layers(self) -> float:
+    def fp8_layer_share(self) -> float:
         """Fraction of the decoder layers that run in the FP8 recipe."""
         precision = self.cfg.precision
         in_bf16 = precision.bf16_first_layers + precision.bf16_last_layers

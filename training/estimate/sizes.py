@@ -75,7 +75,7 @@ def with_sizes(cfg: Config, ranks: int, batch: int | None = None, recompute: str
     return replace(cfg, optim=optim, model=replace(cfg.model, recompute=chosen))
 
 
-def check_launch(cfg: Config, ranks: int) -> None:
+def check_number_of_ranks(cfg: Config, ranks: int) -> None:
     """Raise UserError for a batch, FP8 weights or an exchange that this number of devices rules out."""
     allowed_batches(cfg.optim, ranks)
     if ranks > 1 and cfg.precision.fp8_weights:
@@ -205,25 +205,25 @@ def recomputations(request: TrainingSetup, batch: int) -> list[list[str]]:
     return segments
 
 
-def unpredicted(cfg: Config, mode: str) -> tuple[str, dict[str, Any]] | None:
-    """Return why memory and time of a step cannot be predicted and the settings at fault, or None."""
+def why_unpredicted(cfg: Config, mode: str) -> tuple[dict[str, Any], str] | None:
+    """Return settings under which memory and time of a step cannot be predicted, and the reason, or None."""
     precision, model = cfg.precision, cfg.model
     layers_apart = "predictions cover whole layers only; use --bf16_first_layers and --bf16_last_layers"
     unfused = "TE may then run unfused attention, which predictions do not cover; drop one of them"
     modes = "predictions cover ds_zero1, ds_zero2, ds_zero3 and ds_zero3_offload; use one of them"
-    # (unpredicted, reason, settings)
+    # (unpredicted, settings, reason)
     rules = [
-        (model.te_backend == "emulated", "predictions cover GPUs only; drop it", {"te_backend": "emulated"}),
-        (precision.mixed_precision == "fp32", "predictions cover bf16 and fp8", {"mixed_precision": "fp32"}),
-        (precision.precision_map, layers_apart, {"precision_map": precision.precision_map}),
+        (model.te_backend == "emulated", {"te_backend": "emulated"}, "predictions cover GPUs only; drop it"),
+        (precision.mixed_precision == "fp32", {"mixed_precision": "fp32"}, "predictions cover bf16 and fp8"),
+        (precision.precision_map, {"precision_map": precision.precision_map}, layers_apart),
         (
             cfg.optim.deterministic and model.use_te and not model.flash_attention,
-            unfused,
             {"deterministic": True, "flash_attention": False},
+            unfused,
         ),
-        (mode == "deepspeed", modes, {"sharding_mode": mode}),
+        (mode == "deepspeed", {"sharding_mode": mode}, modes),
     ]
-    return next(((reason, settings) for applies, reason, settings in rules if applies), None)
+    return next(((settings, reason) for applies, settings, reason in rules if applies), None)
 
 
 def auto_settings(cfg: Config) -> list[str]:

@@ -60,7 +60,7 @@ def _gemm_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
         raise bad_setting("the GPU's FP8 peak is unknown; add --fp8_tflops", mixed_precision="fp8")
     fp8 = flops / (gpu.fp8_tflops * 1e12 * costs_of(setup.recipe).gemm_share)
     low = (passes - 1) * fp8 + bf16 if RECIPES[setup.recipe].bf16_wgrad else passes * fp8
-    return low * setup.fp8_layers + passes * bf16 * (1 - setup.fp8_layers)
+    return low * setup.fp8_layer_share + passes * bf16 * (1 - setup.fp8_layer_share)
 
 
 def _attention_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
@@ -75,7 +75,7 @@ def _attention_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
 def _head_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
     fp8 = setup.cfg.precision.fp8_lm_head
     tflops = gpu.fp8_tflops * FP8_HEAD_SHARE if fp8 else gpu.bf16_tflops * HEAD_SHARE
-    return 6.0 * setup.model.head * setup.tokens / (1e12 * tflops)
+    return 6.0 * setup.model.head_weights * setup.tokens / (1e12 * tflops)
 
 
 def _elementwise_bytes(setup: TrainingSetup) -> float:
@@ -106,7 +106,7 @@ def _cast_bytes(setup: TrainingSetup) -> float:
     if setup.optimizer.holds_fp8_weights:
         per_weight = 2.0  # backward transposes them: a byte is read and one written
     moved = costs_of(setup.recipe).cast_bytes * values + per_weight * setup.model.gemm_weights
-    return moved * setup.fp8_layers
+    return moved * setup.fp8_layer_share
 
 
 def adam_bytes(setup: TrainingSetup) -> float:

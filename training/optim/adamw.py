@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-class FusedAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv:1711.05101) on BF16 parameters, whole or sharded (DTensor), with FP32 arithmetic.
+class MasterAdamW(torch.optim.Optimizer):
+    """AdamW (arXiv:1711.05101) on BF16 parameters, full or sharded (DTensor), with FP32 arithmetic.
 
     State per parameter: `exp_avg` and `exp_avg_sq` in the formats `moment_dtypes` (see `moments`); with
     `master_weights` also the int16 `master_param`, the low half of the FP32 weight (`split_master`). FP32

@@ -15,7 +15,7 @@ import torch
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim import moments
-from fp8_suite.training.optim.adamw import FusedAdamW, local
+from fp8_suite.training.optim.adamw import MasterAdamW, local
 from fp8_suite.training.optim.offload import WEIGHT
 from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.parallel.settings import MODES
@@ -100,12 +100,12 @@ def choose_optimizer(cfg: Config, mode: str, *, on_gpu: bool) -> OptimizerSpec:
     precision, engine = cfg.precision, MODES[mode].engine
     stored = parse_moment_dtype(precision.moment_dtype)
     masters, full = precision.master_weights == "fp32", precision.mixed_precision == "fp32"
-    offload = cfg.sharding.offload_optimizer and engine != "deepspeed"
-    if on_gpu and not full and engine != "deepspeed":
+    offload = cfg.sharding.offload_optimizer and engine != "zero"
+    if on_gpu and not full and engine != "zero":
         in_shards = cfg.sharding.fp8_all_gather and cfg.model.use_te and engine == "fsdp"
         in_fp8 = precision.fp8_weights or in_shards
         return OptimizerSpec("fused_adamw", torch.bfloat16, masters, stored, offload, in_fp8)
-    if engine == "deepspeed":
+    if engine == "zero":
         if not masters:
             raise bad_setting("DeepSpeed always has FP32 masters; drop it", master_weights="none")
         if stored != ("fp32", "fp32"):
@@ -137,13 +137,13 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, spec: OptimizerSpec) -> 
     common = {"lr": cfg.learning_rate, "betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon}
     if spec.kind in ("fused_adamw", "plain_adamw"):
         dtypes = {"master_weights": spec.master_weights, "moment_dtypes": spec.moment_dtypes}
-        return FusedAdamW(groups, **common, **dtypes, offload=spec.offload)
+        return MasterAdamW(groups, **common, **dtypes, offload=spec.offload)
     return torch.optim.AdamW(groups, **common, fused=True)
 
 
 def step_if(optimizer: torch.optim.Optimizer, *, apply: Tensor, scale: Tensor) -> None:
     """Step with gradients times `scale` if `apply`. Both are scalars on the device."""
-    if isinstance(optimizer, FusedAdamW):
+    if isinstance(optimizer, MasterAdamW):
         optimizer.step(scale=scale, apply=apply)
     else:  # interface between torch's fused optimizers and GradScaler
         optimizer.grad_scale, optimizer.found_inf = 1 / scale, (~apply).float()
@@ -170,7 +170,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
     Step counts and weights are excluded, see `optimizer_steps` and `weight_of`.
     """
-    if isinstance(optimizer, FusedAdamW) and optimizer.host:
+    if isinstance(optimizer, MasterAdamW) and optimizer.host:
         optimizer.host.api.synchronize()  # host memory may lack the results of the last step
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():

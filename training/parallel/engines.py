@@ -9,7 +9,7 @@ from fp8_suite.training.parallel.settings import MODES
 from fp8_suite.training.parallel.strategies import DDP, Strategy
 from fp8_suite.training.parallel.zero import Zero
 
-ENGINES: dict[str, type[Strategy]] = {"none": Strategy, "ddp": DDP, "fsdp": FSDP, "deepspeed": Zero}
+ENGINES: dict[str, type[Strategy]] = {"none": Strategy, "ddp": DDP, "fsdp": FSDP, "zero": Zero}
 
 
 def build_strategy(mode: str, device: torch.device, cfg: Config) -> Strategy:

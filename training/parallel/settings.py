@@ -18,7 +18,7 @@ WEEK = 7 * 24 * 60  # minutes
 class Mode:
     """Properties of a sharding mode."""
 
-    engine: Literal["none", "ddp", "fsdp", "deepspeed"]
+    engine: Literal["none", "ddp", "fsdp", "zero"]
     stage: int = 0  # ZeRO stage; 0 if --deepspeed_config sets it
     gathers_once: bool = False  # weights stay gathered for all micro-batches of a step
     in_groups: bool = False  # shards within groups of --hsdp_shard_size ranks, replicates across groups
@@ -32,13 +32,13 @@ MODES: dict[str, Mode] = {
     "fsdp_full": Mode("fsdp"),
     "fsdp_grad": Mode("fsdp", gathers_once=True),
     "hsdp": Mode("fsdp", in_groups=True),
-    "deepspeed": Mode("deepspeed"),
-    "ds_zero1": Mode("deepspeed", stage=1),
-    "ds_zero2": Mode("deepspeed", stage=2),
-    "ds_zero3": Mode("deepspeed", stage=3),
-    "ds_zero3_offload": Mode("deepspeed", stage=3, offload=True),
+    "deepspeed": Mode("zero"),
+    "ds_zero1": Mode("zero", stage=1),
+    "ds_zero2": Mode("zero", stage=2),
+    "ds_zero3": Mode("zero", stage=3),
+    "ds_zero3_offload": Mode("zero", stage=3, offload=True),
 }
-DEEPSPEED_MODES = tuple(name for name, m in MODES.items() if m.engine == "deepspeed")
+DEEPSPEED_MODES = tuple(name for name, m in MODES.items() if m.engine == "zero")
 ZERO_3_MODES = tuple(name for name, m in MODES.items() if m.stage == 3)
 FSDP_MODES = tuple(name for name, m in MODES.items() if m.engine == "fsdp")
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fp8_suite.core.errors import UserError
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim.accumulation import FSDPMainGradAccumulator, MainGradAccumulator, gradient_of
-from fp8_suite.training.optim.adamw import FusedAdamW, local
+from fp8_suite.training.optim.adamw import MasterAdamW, local
 from fp8_suite.training.optim.optimizer import step_if
 from fp8_suite.training.parallel import gradient_exchange, ranks
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class Strategy:
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Return the module to call in the training loop. Model and optimizer must hold their values."""
-        if self.accumulates and isinstance(optimizer, FusedAdamW):
+        if self.accumulates and isinstance(optimizer, MasterAdamW):
             self.gradient_sums = MainGradAccumulator(model, self.sum_dtype)
         return model
 

@@ -34,7 +34,7 @@ def test_offloading_leaves_host_memory_to_the_processes_of_a_nodes_ranks(
 def test_an_exchange_in_fp8_needs_memory_beside_the_gradients(gpus, bytes_per_gradient):
     setups = [setup_of(8.0, "ddp", gpus, grad_reduce_dtype=dtype) for dtype in ("bf16", "fp8")]
     bf16, fp8 = (memory.start_of_backward(setup)["gathered, communication"] for setup in setups)
-    assert fp8 - bf16 == bytes_per_gradient * setups[0].model.head
+    assert fp8 - bf16 == bytes_per_gradient * setups[0].model.head_weights
 
 
 def test_deepspeed_keeps_gradients_in_fp32_on_the_host_if_several_add_up():

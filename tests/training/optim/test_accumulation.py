@@ -3,7 +3,7 @@
 import torch
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.optim.accumulation import gradient_of
-from fp8_suite.training.optim.adamw import FusedAdamW
+from fp8_suite.training.optim.adamw import MasterAdamW
 from fp8_suite.training.parallel.strategies import Strategy
 from torch import nn
 
@@ -27,7 +27,7 @@ class Model(nn.Module):
 def adamw(model):
     settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
     groups = [{"params": list(model.parameters())}]
-    return FusedAdamW(groups, **settings, master_weights=True, moment_dtypes=("fp32", "fp32"))
+    return MasterAdamW(groups, **settings, master_weights=True, moment_dtypes=("fp32", "fp32"))
 
 
 def wrapped(model, dtype="fp32", steps=MICRO_BATCHES):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fp8_suite.training.config import config_from_dict
-from fp8_suite.training.optim.adamw import FusedAdamW, merge_master, split_master
+from fp8_suite.training.optim.adamw import MasterAdamW, merge_master, split_master
 from fp8_suite.training.optim.optimizer import (
     LARGEST_BETA2_IN_BF16,
     build_optimizer,
@@ -19,7 +19,7 @@ BF16_MOMENTS = {"moment_dtype": "bf16"}
 NO_MASTERS = {"master_weights": "none"}
 
 
-def build(weight, cfg=None, precision=None) -> tuple[torch.nn.Module, FusedAdamW]:
+def build(weight, cfg=None, precision=None) -> tuple[torch.nn.Module, MasterAdamW]:
     model = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.copy_(weight)
@@ -110,7 +110,7 @@ def test_a_parameter_in_fp32_is_its_own_master():
     expected = torch.nn.Parameter(weight.detach().clone())
     settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
     dtypes = {"master_weights": True, "moment_dtypes": ("fp32", "fp32")}
-    fused = FusedAdamW([{"params": [weight]}], **settings, **dtypes)
+    fused = MasterAdamW([{"params": [weight]}], **settings, **dtypes)
     torchs = torch.optim.AdamW([expected], **settings, weight_decay=0.0)
     for _ in range(3):
         weight.grad = torch.randn_like(weight)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fp8_suite.training.optim import moments
-from fp8_suite.training.optim.adamw import FusedAdamW
+from fp8_suite.training.optim.adamw import MasterAdamW
 from fp8_suite.training.optim.moments import BLOCK, FIRST, SECOND, decode, encode
 from fp8_suite.training.precision.settings import MOMENT_DTYPES
 
@@ -100,7 +100,7 @@ def test_rounding_errors_of_the_second_moment_add_up_over_its_window(name, beta2
 def optimizer(formats: tuple[str, str], *, beta2: float = 0.95, columns: int = 2 * BLOCK):
     weight = torch.nn.Parameter(torch.zeros(4, columns))
     settings = {"lr": 1e-2, "betas": (0.9, beta2), "eps": 1e-8}
-    adamw = FusedAdamW([{"params": [weight]}], **settings, master_weights=True, moment_dtypes=formats)
+    adamw = MasterAdamW([{"params": [weight]}], **settings, master_weights=True, moment_dtypes=formats)
     adamw.initialize_state(weight)
     return weight, adamw
 
@@ -150,7 +150,7 @@ def test_a_step_draws_new_random_bits_and_repeats_after_a_resume():
 def test_parameters_draw_different_random_bits():
     weights = [torch.nn.Parameter(torch.zeros(8, 2 * BLOCK)) for _ in range(2)]
     settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "master_weights": False}
-    adamw = FusedAdamW([{"params": [w]} for w in weights], moment_dtypes=("fp8", "fp8"), **settings)
+    adamw = MasterAdamW([{"params": [w]} for w in weights], moment_dtypes=("fp8", "fp8"), **settings)
     gradient = torch.linspace(-1, 1, weights[0].numel()).view_as(weights[0])
     for weight in weights:
         weight.grad = gradient.clone()

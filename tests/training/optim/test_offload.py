@@ -10,7 +10,7 @@ import pytest
 import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.training.optim import adamw, moments, offload
-from fp8_suite.training.optim.adamw import FusedAdamW
+from fp8_suite.training.optim.adamw import MasterAdamW
 from fp8_suite.training.optim.offload import HostState, PinnedMemory
 from fp8_suite.training.optim.optimizer import (
     optimizer_state,
@@ -31,7 +31,7 @@ def build(formats=("fp8", "fp8"), dtype=torch.bfloat16, *, offloaded: bool):
     model = torch.nn.ParameterDict({name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()})
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "moment_dtypes": formats}
     groups = [{"params": list(model.values())}]
-    return model, FusedAdamW(groups, **settings, master_weights=True, offload=offloaded)
+    return model, MasterAdamW(groups, **settings, master_weights=True, offload=offloaded)
 
 
 def train(model, optimizer, steps: range, *, skipped: int = 2) -> None:

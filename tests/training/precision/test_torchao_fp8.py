@@ -13,7 +13,7 @@ from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.hugging_face import HFCausalLM, high_precision_linears
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import ModelSpec
-from fp8_suite.training.optim.adamw import FusedAdamW, local
+from fp8_suite.training.optim.adamw import MasterAdamW, local
 from fp8_suite.training.precision import torchao_fp8
 from fp8_suite.training.precision.coverage import coverage
 from fp8_suite.training.precision.recipes import Precision
@@ -273,7 +273,7 @@ def gathered(rank: int, folder: Path) -> None:
             fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "moment_dtypes": ("fp32", "fp32")}
         groups = [{"params": list(model.parameters())}]
-        optimizer = FusedAdamW(groups, **settings, master_weights=True, offload=all_gather)
+        optimizer = MasterAdamW(groups, **settings, master_weights=True, offload=all_gather)
         weight = model.get_submodule("model.model.layers.0.mlp.up_proj").weight
         if all_gather:
             torchao_fp8.refresh_scales_after_steps(model, optimizer)
