@@ -101,10 +101,10 @@ def _build_model(prepared: PreparedRun, dtypes: dict[str, torch.dtype]) -> nn.Mo
 
 def _convert(model: Any, cfg: Config, precision: Precision, fp8_gather: bool) -> None:
     """Convert a Hugging Face model's linear layers to torchao's FP8 layers."""
-    names = torchao_fp8.linear_names(model)
+    recipes = precision_map.assign(cfg, torchao_fp8.linear_names(model), len(model.blocks))
     torchao_fp8.convert(
         model,
-        precision_map.assign(cfg, names, len(model.blocks)).get,
+        recipes.get,
         emulated=precision.emulated,
         all_gather=fp8_gather,
         fp32_scales=cfg.precision.fp8_fp32_scales,

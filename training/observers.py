@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8_suite.core.errors import EXIT_FAILED, UserError
@@ -39,27 +39,21 @@ KNOWN_AFTER_FIRST_STEP = (
 )
 
 
+@dataclass
 class Observers(Hooks):
     """Hooks that record FP8 statistics, profiles, coverage and wall time."""
 
-    def __init__(
-        self,
-        prepared: PreparedRun,
-        loader: Any,
-        assembly: Assembly,
-        logs: Logs,
-        *,
-        environment: dict[str, Any],
-        wall_time: WallTime,
-        profiler: StepProfiler,
-    ):
-        self.prepared, self.loader, self.assembly, self.logs = prepared, loader, assembly, logs
-        self.environment = environment  # contents of env.json; the first step adds to them
-        self.wall_time, self.profiler, self.fp8_stats = wall_time, profiler, assembly.fp8_stats
-        self.first_step_done = False
+    prepared: PreparedRun
+    loader: Any
+    assembly: Assembly
+    logs: Logs
+    environment: dict[str, Any]  # contents of env.json; the first step adds to them
+    wall_time: WallTime
+    profiler: StepProfiler
+    first_step_done: bool = False
 
     def before_step(self, step: int) -> None:
-        self.fp8_stats.before_step(step)
+        self.assembly.fp8_stats.before_step(step)
         if step in self.profiler.steps:
             self.logs.meter.profiled = True
             if step == self.profiler.steps[0] and ranks.rank() == 0:
@@ -67,7 +61,7 @@ class Observers(Hooks):
 
     def after_step(self, step: int) -> None:
         strategy = self.prepared.strategy
-        if statistics := self.fp8_stats.after_step(step, strategy):
+        if statistics := self.assembly.fp8_stats.after_step(step, strategy):
             self.logs.tracker.log(step, statistics)
         if step in self.profiler.steps[-1:]:
             self.logs.display.message("\n".join(ranks.run_on_rank0(self.profiler.finish)))
@@ -86,7 +80,7 @@ class Observers(Hooks):
             ranks.agree("positions in the stream", position)
 
     def close(self) -> None:
-        self.fp8_stats.close()
+        self.assembly.fp8_stats.close()
         self.profiler.close()
         gc.unfreeze()  # undo gc.freeze(): one process may run several trainings
 
@@ -111,12 +105,9 @@ class Observers(Hooks):
                 exit_code=EXIT_FAILED,
             )
         if backend == "unfused":
-            self.logs.display.message(
-                te_runtime.unfused_warning(
-                    deterministic=cfg.optim.deterministic,
-                    flash_attention=self.prepared.kernels.flash_attention,
-                )
-            )
+            flash, exact = self.prepared.kernels.flash_attention, cfg.optim.deterministic
+            warning = te_runtime.unfused_warning(deterministic=exact, flash_attention=flash)
+            self.logs.display.message(warning)
 
     def _start_up(self) -> dict[str, float]:
         """Return the seconds of each phase up to now, the end of the first step, without very short ones."""

@@ -65,15 +65,14 @@ def resolve(cfg: Config) -> Resolved:
 
 def _flops_shape(cfg: Config, spec: ModelSpec, shape: ModelShape | None) -> ModelShape | None:
     """Return the shape for counting FLOPs. If they cannot be counted, print why and return None."""
-    prefix = "TFLOP/s and MFU are not reported"
+    length = cfg.data.max_seq_length
     if shape is None:
-        print_rank0(f"{prefix}: the FLOPs of model type {spec.family} are not known")
-    elif not shape.sees_all(length := cfg.data.max_seq_length):
-        print_rank0(
-            f"{prefix}: sliding-window attention ({shape.window}) is shorter than --max_seq_length {length}"
-        )
+        reason = f"the FLOPs of model type {spec.family} are not known"
+    elif not shape.sees_all(length):
+        reason = f"sliding-window attention ({shape.window}) is shorter than --max_seq_length {length}"
     else:
         return shape
+    print_rank0(f"TFLOP/s and MFU are not reported: {reason}")
     return None
 
 
