@@ -1,6 +1,5 @@
 """Plans against recorded runs, and against numbers worked out by hand."""
 
-import itertools
 import json
 import re
 import shlex
@@ -17,16 +16,12 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.core.gpus import GPUS
 from fp8_suite.core.packages import ROOT
 from fp8_suite.te_models.presets import PRESETS
-from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.memory import host_state, start_of_backward
-from fp8_suite.training.estimate.sizes import for_tensors
 from fp8_suite.training.estimate.step_time import (
     BANDWIDTH_SHARE,
     adam_bytes,
     communication_seconds,
-    exchange,
-    step_seconds,
 )
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
@@ -84,32 +79,7 @@ def test_docs_hold_the_summary_that_check_prints():
 # Memory
 
 
-# From the checkpoints' published safetensors indices (total_size / 2).
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    {
-        "meta-llama/Llama-3.2-1B": 1_235_814_400,
-        LLAMA_8B: N8,
-        "meta-llama/Llama-3.1-405B": 405_853_388_800,
-        "Qwen/Qwen2.5-0.5B": 494_032_768,
-        "Qwen/Qwen2.5-14B": 14_770_033_664,
-        "Qwen/Qwen3-8B": 8_190_735_360,
-        "mistralai/Mistral-7B-v0.3": 7_248_023_552,
-    }.items(),
-)
-def test_parameters(name, parameters):
-    assert read_model(name).size.parameters == parameters
-
-
-def test_settings_change_their_own_part():
-    plain, low = plan_of().memory, plan_of(moment_dtype="bf16", master_weights="none").memory
-    assert plain["moments"] - low["moments"] == 4 * N8
-    assert plain["master weights"] == 2 * N8 and low["master weights"] == 0
-    # One layer of the 8B in BF16: 4 x 4096 + 2 x 4096 + 2 x 1024 + 3 x 14336 values a token.
-    assert plain["activations"] == 32 * 8192 * 2 * 69_632
-    assert plan_of(**FP8).memory["FP8 weight copies"] == 2 * 32 * BLOCK
-    sharded = plan_of(**FP8, sharding_mode="fsdp_full", gpus=4)  # casts again, layer by layer
-    assert sharded.memory["FP8 weight copies"] == 2 * BLOCK
+def test_layers_in_bf16_keep_no_fp8_copies():
     half = plan_of(**FP8, bf16_first_layers=10, bf16_last_layers=6)
     assert half.memory["FP8 weight copies"] == pytest.approx(32 * BLOCK)
 
@@ -136,33 +106,9 @@ def test_an_fp8_lm_head_is_faster_and_keeps_its_own_copies():
     assert 0.5 < fp8.seconds["LM head"] / plain.seconds["LM head"] < 0.7
 
 
-def test_gathered_weights_by_mode():
-    root, block = 2 * HEAD + 4096, BLOCK + 2 * 4096
-    # Backward begins: the next block's weights, and what is sent and received of the last one's gradients.
-    expected = {"ddp": 0, "fsdp_full": 2 * (root + block) + 6 * block, "fsdp_grad": 2 * N8 + 6 * block}
-    for mode, size in expected.items():
-        assert plan_of(gpus=4, sharding_mode=mode).memory[GATHERED] == size
-    for dtype, size in {"fp32": 4 * N8, "bf16": 0}.items():  # DDP's all-reduce across nodes
-        across = plan_of(gpus=16, sharding_mode="ddp", grad_reduce_dtype=dtype)
-        assert across.memory[GATHERED] == size
-
-
-def test_accumulation_keeps_gradients_and_multiplies_the_work():
-    settings = {"gpus": 8, "sharding_mode": "fsdp_full", **FP8}
-    one, four = (plan_of(gradient_accumulation_steps=n, **settings) for n in (1, 4))
-    assert four.memory["gradients"] - one.memory["gradients"] == pytest.approx(4 * N8)
-    assert four.seconds["linear layers"] == pytest.approx(4 * one.seconds["linear layers"])
-    assert four.seconds["optimizer"] == one.seconds["optimizer"]
-
-
-def test_activation_checkpointing_trades_memory_for_time():
-    plans = [plan_of(**FP8, batch_size=4, recompute=level) for level in RECOMPUTE_LEVELS]
-    none, cheap, mlp, layer, full = plans
-    assert none.peak > cheap.peak > mlp.peak > layer.peak > full.peak
-    assert none.seconds["linear layers"] == cheap.seconds["linear layers"]
-    assert cheap.step < mlp.step < layer.step < full.step
-    assert layer.seconds["attention"] == none.seconds["attention"] < full.seconds["attention"]
-    assert mlp.peak < plan_of(**FP8, batch_size=4, recompute="mlp:16").peak < none.peak
+@pytest.mark.parametrize(("dtype", "size"), [("fp32", 4 * N8), ("bf16", 0)])
+def test_an_all_reduce_across_nodes_keeps_a_copy_of_the_gradients(dtype, size):
+    assert plan_of(gpus=16, sharding_mode="ddp", grad_reduce_dtype=dtype).memory[GATHERED] == size
 
 
 @pytest.mark.parametrize("settings", [FP8, {"recompute": "full"}])
@@ -171,13 +117,6 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(model, settings):
     batch = plan_of(model, **settings).largest_batch
     assert plan_of(model, batch_size=batch, **settings).fits
     assert not plan_of(model, batch_size=batch + 1, **settings).fits
-
-
-def test_the_8b_fills_an_h200_and_does_not_fit_an_h100():
-    assert plan_of(**FP8).largest_batch == 1
-    small = plan_of(**FP8, gpu="H100")
-    assert small.largest_batch == 0 and not small.fits and small.peak > for_tensors(1e9 * small.gpu.memory_gb)
-    assert for_tensors(150.1e9) == pytest.approx(148.1e9)  # 2 GB are not for tensors
 
 
 # Time
@@ -192,7 +131,6 @@ def test_a_memory_limit_is_a_smaller_gpu():
 @pytest.mark.parametrize(
     ("settings", "traffic"),
     [
-        ({}, 26),
         ({"moment_dtype": "bf16"}, 18),
         ({"moment_dtype": "fp8"}, 14 + 4 / 64),
         ({"master_weights": "none"}, 22),
@@ -202,31 +140,15 @@ def test_optimizer_traffic(settings, traffic):
     assert adam_bytes(plan_of(**settings).setup) == traffic
 
 
-def test_attention_of_cudnn_has_its_own_rate():
-    flash, cudnn = (plan_of(flash_attention=on).seconds["attention"] for on in (True, False))
-    assert [flash, cudnn] == pytest.approx([0.1233, 0.1430], rel=0.01)  # of the 8B's 52.8 TFLOP
-
-
 GATHERED_IN_FP8 = FP8 | {"fp8_scenario": "current", "sharding_mode": "fsdp_full", "fp8_all_gather": True}
 
 
-def test_zero_has_a_slower_optimizer_and_fp8_weights_are_quantized():
+def test_weights_gathered_in_fp8_are_quantized_by_the_optimizer():
     suite, fp8 = (plan_of(gpus=8, **(GATHERED_IN_FP8 | {"fp8_all_gather": on})) for on in (False, True))
     assert adam_bytes(fp8.setup) - adam_bytes(suite.setup) == pytest.approx(5 * 32 * BLOCK / N8)
     assert 1 < fp8.seconds["optimizer"] / suite.seconds["optimizer"] < 1.25
-    zero = plan_of(gpus=8, sharding_mode="ds_zero1")
-    assert zero.seconds["optimizer"] > 1.5 * suite.seconds["optimizer"]
     one, plain = plan_of(**GATHERED_IN_FP8), plan_of(**GATHERED_IN_FP8 | {"fp8_all_gather": False})
     assert (one.memory, one.seconds) == (plain.memory, plain.seconds), "one GPU has nothing to gather"
-
-
-def test_bytes_of_an_exchange():
-    for mode, bytes_per_parameter in {"ddp": 4, "fsdp_full": 6, "fsdp_grad": 4}.items():
-        assert exchange(plan_of(gpus=8, sharding_mode=mode).setup).within == bytes_per_parameter * N8
-    assert exchange(plan_of(sharding_mode="fsdp_full", gpus=16).setup).within == 8 * N8  # FP32 across nodes
-    assert exchange(plan_of().setup).within == 0
-    # 1/8 of a gradient in FP32, reduced among the copies: twice its bytes.
-    assert exchange(plan_of(sharding_mode="hsdp", gpus=16).setup).across == N8
 
 
 @pytest.mark.parametrize(
@@ -245,16 +167,6 @@ def test_bytes_of_an_exchange():
 def test_rings_by_hand(mode, gpus, network, seconds):
     setup = plan_of(gpus=gpus, sharding_mode=mode).setup
     assert communication_seconds(setup, GPUS["H200"], network) == pytest.approx(seconds)
-
-
-def test_scaling_out():
-    plans = [plan_of(gpus=n, sharding_mode="fsdp_full", **FP8) for n in (8, 64, 512, 4096)]
-    for one, more in itertools.pairwise(plans):
-        assert more.tokens_per_second / more.setup.gpus < one.tokens_per_second / one.setup.gpus
-        assert more.peak < one.peak
-    slow = {"gpus": 64, "gradient_accumulation_steps": 4, "network_gbs": 5.0, **FP8}
-    full, hybrid = (plan_of(sharding_mode=mode, **slow) for mode in ("fsdp_full", "hsdp"))
-    assert hybrid.step < full.step, "hsdp spares a slow network"
 
 
 def test_the_mode_is_that_of_training():
@@ -277,10 +189,6 @@ def test_rates_days_and_cost_by_hand():
     text = run(f"--model_name {LLAMA_8B} {flags} --gpus 8 --tokens 1e12 --price_per_gpu_hour 2.5".split())
     cost = f"{plan.days(1e12) * 24 * 8 * 2.5:,.0f}"
     assert re.search(rf"\| {plan.days(1e12):,.1f} +\| {re.escape(cost)} +\|", text)
-    small = run(shlex.split("--model_name tiny-llama --gpus 1 --tokens 1e9 --price_per_gpu_hour 3"))
-    plan = plan_of("tiny-llama", batch_size=8, max_seq_length=1024, use_te=False)
-    assert small.startswith("2.30 million parameters")
-    assert small.splitlines()[4].endswith(f"| {plan.days(1e9) * 24 * 3:.2g}  |")
 
 
 @pytest.mark.parametrize(("mode", "copies"), [("ddp", 2), ("fsdp_grad", 1)])
@@ -413,28 +321,18 @@ def test_readme_names_the_smallest_gpu_of_each_model(model):
 BAD_INPUT = {
     "--gpu_memory_gb 1e300": "--gpu_memory_gb: 1e300: must be a positive number below 1e.18",
     "--gpu MI300X": "RTX 5090, or add --gpu_memory_gb, --bf16_tflops, --memory_tbs, --link_gbs",
-    "--gpu MI300X --gpu_memory_gb 192 --bf16_tflops 1300": "--link_gbs .and --fp8_tflops, if it has FP8",
     "--gpu A100 --mixed_precision fp8": "--gpu A100 --mixed_precision fp8: this GPU has no FP8; use bf16",
     "--mixed_precision fp8 --use_te --fp8_scenario mxfp8": "--gpu H200: needs a GPU of B200, GB200, B300$",
-    "--mixed_precision fp8 --use_te --fp8_scenario block --gpu L40S": "--gpu L40S: needs a GPU of H100",
-    "--mixed_precision fp8 --use_te --fp8_scenario block --fp8_fp32_scales --gpu B200": "--gpu B200: ",
-    "--use_te --deterministic --no_flash_attention": "--deterministic --no_flash_attention: ",
     "--mixed_precision fp32": "--mixed_precision fp32: predictions cover bf16 and fp8",
     "--precision_map layers.0=bf16": "--precision_map",
-    "--mixed_precision fp8 --use_te --bf16_first_layers 32": "--bf16_first_layers 32",
     "--use_te --te_backend emulated --mixed_precision fp8": "--te_backend emulated",
     "--max_steps 0": "--max_steps 0: evaluates only",
-    "--gpus 0": "--gpus: '0'",
     "--gpus 8,x": "--gpus: 'x'",
-    "--gpuss 8": "unknown flag --gpuss; did you mean '--gpus'",
     "--price_per_gpu_hour 3": "--price_per_gpu_hour 3: needs --tokens",
-    "--model_name no/such": "--model_name no/such: neither a preset .te_models/presets.py",
     "--model_name llama-3.1-8b": r"did you mean .meta-llama/Llama-3\.1-8B.\?",
-    "--sharding_mode hsdp --gpus 12": "--hsdp_shard_size 8: does not divide the 12 ranks",
     "--sharding_mode deepspeed --deepspeed_config ds_configs/zero2.json --gpus 8": "cover ds_zero1",
     "--max_seq_length 131073": "--max_seq_length 131073: ",
     "--check --batch_size 1": "--check: cannot be combined with --batch_size",
-    "--check --tokens 5": "--check: cannot be combined with --tokens",
 }
 
 
@@ -448,13 +346,9 @@ def test_bad_input_is_one_clear_line(flags, capsys):
 @pytest.mark.parametrize(
     ("changes", "flags", "reason"),
     [
-        *(({"hidden_size": size}, {}, "hidden_size is") for size in (0, -2048, float("nan"), 2048.5, "2048")),
-        ({"num_hidden_layers": 100_000}, {}, "num_hidden_layers is 100000, not .* from 1 to 1000"),
-        ({"num_attention_heads": 7}, {}, "num_attention_heads .7. is not a multiple of"),
-        ({"vocab_size": None}, {}, "vocab_size"),
+        ({"hidden_size": -2048}, {}, "hidden_size is"),
         ({"model_type": "mixtral"}, {}, "model type 'mixtral'; choose one of llama"),
         ({"sliding_window": 8, "model_type": "mistral"}, {"max_seq_length": 9}, "sliding window of 8 tokens"),
-        ({"rms_norm_eps": "1e-5"}, {"use_te": True}, "its config.json: .*rms_norm_eps"),
         ({"attention_bias": True}, {"use_te": True}, "attention_bias=True.*drop --use_te$"),
         ({"intermediate_size": 8200}, FP8, "intermediate_size 8200 not a multiple of 16"),
         ({"vocab_size": 32001}, FP8 | {"fp8_lm_head": True}, "vocabulary 32001 not a multiple of 16"),
@@ -501,9 +395,3 @@ finally:
 def test_a_number_of_gpus_given_twice_is_planned_once():
     text = run(["--model_name", "tiny-llama", "--gpus", "1,1"])
     assert len(re.findall(r"^\| 1 ", text, re.MULTILINE)) == 2, "one row in each table of rows"
-
-
-def test_parts_of_a_step_are_positive_for_every_recipe():
-    for recipe, gpu in (("block", "H200"), ("nvfp4", "B200"), ("mxfp8", "B300"), ("current", "RTX 4090")):
-        plan = plan_of("Qwen/Qwen3-8B", gpus=8, gpu=gpu, fp8_scenario=recipe, **FP8)
-        assert min(*plan.memory.values(), *step_seconds(plan.setup, plan.gpu).values()) >= 0

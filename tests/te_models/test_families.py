@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_suite.benchmarks.plan.inputs import read_model
 from fp8_suite.core.errors import UserError
 from fp8_suite.te_models.build import export_tensors
 from fp8_suite.te_models.decoder import rope_angles
@@ -91,6 +92,7 @@ def test_presets_are_the_published_models(name):
     config, (millions, *expected) = model_spec.config, PUBLISHED[name]
     rope = config.rope_parameters
     assert count_parameters(model_spec) / 1e6 == pytest.approx(millions, abs=0.1)
+    assert read_model(name).size.parameters == count_parameters(model_spec), "without torch, for plans"
     values = [config.rms_norm_eps, config.max_position_embeddings, rope["rope_theta"], rope.get("factor")]
     assert [*values, config.eos_token_id, config.tie_word_embeddings] == expected
 
