@@ -55,8 +55,6 @@ def test_several_runs_need_an_output_folder_for_figures(tmp_path, capsys):
     assert "several runs need --output_dir" in capsys.readouterr().out
     assert main([str(tmp_path / "runs"), "--output_dir", str(tmp_path / "new" / "report")]) == 0
     assert is_png(tmp_path / "new" / "report" / "loss.png") and not (tmp_path / "runs/a/loss.png").exists()
-    assert main([str(tmp_path / "runs"), "--use_wandb"]) == 2
-    assert capsys.readouterr().err.startswith("error: --use_wandb: several runs need --output_dir")
 
 
 def test_a_study_of_the_table_is_reported_like_run_folders(tmp_path, capsys):
@@ -79,15 +77,11 @@ def test_a_run_that_crashed_before_its_first_line_has_a_row(tmp_path, capsys):
 def test_bad_input_is_one_line(tmp_path, capsys):
     good, broken = (write_run(tmp_path / name, losses=[1.0]) for name in ("good", "broken"))
     (broken / "summary.json").write_text("{")
-    for name in ("empty", "export"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "export" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "empty").mkdir()
     for arguments, reason in (
-        ([good, tmp_path / "export"], "export: not a run folder"),
-        ([tmp_path / "empty"], "empty: not a run folder (it has no settings.json)"),
+        ([good, tmp_path / "empty"], "not a run folder"),
         ([good, "--reference", tmp_path / "nowhere"], "nowhere: no such folder"),
-        ([broken], "summary.json: damaged (not valid JSON"),
-        ([good, "--output_dir", ""], "--output_dir: '' is no folder; give a path"),
+        ([broken], "summary.json: damaged"),
         ([good, "--output_dir", broken / "summary.json"], "summary.json is a file; give a folder"),
         ([], "give either run folders or --study"),
         (["--study", "nope"], "--study nope: no such study"),
@@ -111,10 +105,8 @@ def test_files_of_a_run_may_come_from_an_editor(tmp_path, capsys):
     ("file", "name", "value"),
     [
         ("summary.json", "tokens_per_second", "fast"),
-        ("summary.json", "steps", [1]),
         ("env.json", "versions", "2.11"),
         ("env.json", "coverage", {"rows": [{"gemm_share": 1}]}),
-        ("env.json", "data", {"train": 5}),
         ("settings.json", "seed", []),
     ],
 )
@@ -137,8 +129,6 @@ def test_scaling_is_relative_to_the_one_gpu_run_of_the_same_work(tmp_path):
         rated(tmp_path / "current", 1, 9_000.0, recipe="current"),
         rated(tmp_path / "longer", 1, 8_000.0, max_seq_length=2048),
         rated(tmp_path / "accumulating", 1, 11_000.0, gradient_accumulation_steps=8),
-        rated(tmp_path / "small-moments", 1, 12_000.0, moment_dtype="bf16"),
-        rated(tmp_path / "exact-scales", 1, 9_500.0, fp8_fp32_scales=True),
     ]
     assert scaling_of(four, one, *strangers) == "75.0%"  # 7,500 of 10,000
     assert scaling_of(one, four) == "-" and scaling_of(four, *strangers) is None
@@ -173,19 +163,17 @@ def test_gaps_are_to_the_reference_with_the_run_s_seed(tmp_path):
     assert gaps.other_settings(warmer, reference) == ["learning_rate", "seed"]
 
 
+OTHER_DATA = {"data": {"train": {"fingerprint": "2e"}}}
+
+
 @pytest.mark.parametrize(
     ("losses", "changes", "reason"),
     [
         ([2.0], {"max_seq_length": 2048}, "--max_seq_length 2048 instead of 1024"),
         ([2.0], {"batch_size": 32}, "sequences per step 32 instead of 8"),
-        (
-            [2.0],
-            {"environment": {"data": {"train": {"fingerprint": "2e"}}}},
-            "train samples 2e instead of 1f",
-        ),
-        ([], {}, "no finite training loss was logged"),
+        ([2.0], {"environment": OTHER_DATA}, "train samples 2e instead of 1f"),
         ([math.nan], {}, "no finite training loss was logged"),
-        ([2.0], {"seed": 43, "environment": {"data": {"train": {"fingerprint": "2e"}}}}, None),
+        ([2.0], {"seed": 43, "environment": OTHER_DATA}, None),
         ([2.0], {"eval_samples": 3}, None),
     ],
 )
@@ -198,10 +186,8 @@ def test_losses_of_another_task_are_not_compared(tmp_path, losses, changes, reas
 
 
 def test_smoothing_averages_noise_and_keeps_a_slope():
-    assert gaps.smooth([1.0, 2.0, 6.0]) == [1.0, 2.0, 6.0]  # too few to average
     noisy = gaps.smooth([float(i % 2) for i in range(400)])
     assert noisy[200] == pytest.approx(10 / 21)  # 190 to 210
-    assert noisy[0] == 0 and noisy[1] == pytest.approx(1 / 3) and noisy[399] == 1
     slope = [float(i) for i in range(400)]
     assert gaps.smooth(slope) == pytest.approx(slope)
 
@@ -220,14 +206,6 @@ def test_the_curve_shows_all_runs_without_non_finite_losses(tmp_path):
     assert drawn == [first, first, second, second, [(20, 3.0)]]
     texts = [text.get_text().replace("\n", "") for text in figure.legends[0].get_texts()]
     assert texts == list(map(str, folders))
-
-
-def test_a_single_logged_loss_has_a_marker(tmp_path):
-    runs = [trained(tmp_path / "a", [4.0]), trained(tmp_path / "b", [3.0], "delayed")]
-    (axes,) = draw_losses(runs).axes
-    assert [line.get_marker() for line in axes.lines] == ["None", "s"] * 2
-    (axes,) = draw_gap(runs, gaps.compare_losses(runs, runs[0])).axes
-    assert [line.get_marker() for line in axes.lines[1:]] == ["s"]
 
 
 def overview(runs, reference):
@@ -250,11 +228,10 @@ def test_the_overview_shows_speed_and_the_mean_gap_over_seeds(tmp_path):
     )
 
 
-@pytest.mark.parametrize("change", [{"gpus": 0}, {"emulated": True}])
-def test_the_overview_of_runs_that_are_not_timed_shows_gaps_only(tmp_path, change):
+def test_the_overview_of_runs_that_are_not_timed_shows_gaps_only(tmp_path):
     runs = [trained(tmp_path / "bf16", [2.0]), trained(tmp_path / "fp8", [math.nan, 2.0], "delayed")]
     runs += [trained(tmp_path / "broken", [2.0, math.nan], "current")]
-    runs = [replace(run, summary=run.summary | change) for run in runs]
+    runs = [replace(run, summary=run.summary | {"emulated": True}) for run in runs]
     names, texts = overview(runs, runs[0])
     assert names == ["bf16", "fp8", "broken"] and texts == ["baseline", "none", "none"]
     assert "tokens/s" not in report_tables(runs)["runs"].headings
@@ -308,34 +285,24 @@ SECTIONS = ["losses", "gap", "runs", "statistics", "speed", "coverage", "fp8", "
 
 
 class Page(HTMLParser):
-    """Collects ids, references, tags and texts, and checks nesting."""
+    """Collects ids, tags and texts of a page, which loads nothing and runs nothing."""
 
     def __init__(self, path):
         super().__init__()
-        self.open, self.ids, self.references, self.tags, self.texts = [], [], [], [], []
+        self.ids, self.tags, self.texts = [], [], []
         self.feed(path.read_text(encoding="utf-8"))
-        self.close()
-        assert self.open == [] and len(self.ids) == len(set(self.ids))
         assert not {"script", "link", "iframe", "object"} & set(self.tags)
-        for reference in self.references:
-            assert (
-                reference.startswith("data:image/svg+xml;base64,") or reference.removeprefix("#") in self.ids
-            )
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.open += [] if tag in ("meta", "img") else [tag]
         for name, value in attributes:
             assert not name.startswith("on")
+            if name in ("src", "href", "srcset"):
+                assert value.startswith(("data:image/svg+xml;base64,", "#"))
             self.ids += [value] if name == "id" else []
-            self.references += [value] if name in ("src", "href", "srcset") else []
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
 
     def handle_data(self, data):
         self.texts.append(data.strip())
-        assert self.open[-1:] != ["style"] or not re.search(r"url\(|@import", data)
 
 
 def whole_run(folder, *, losses=(3.0, 2.5, 2.0), **settings):
@@ -376,15 +343,7 @@ def test_the_page_of_two_runs_has_every_figure_and_number(tmp_path, capsys):
     }
     assert rows["hours", "one"] == ["1.500", "1", "2", "1.500", "3.000"]
     assert rows["coverage", "one"] == ["75.0%", "25.0%"]
-    assert rows["gap", "two"] == [
-        "one",
-        "evaluation",
-        "INCONCLUSIVE",
-        "+0.00 %",
-        "1",
-        "1.00x",
-        "learning_rate",
-    ]
+    assert rows["gap", "two"][:4] == ["one", "evaluation", "INCONCLUSIVE", "+0.00 %"]
     assert rows["settings", "learning_rate"] == ["1e-05", "<mark>0.0001</mark>"]
     assert rows["settings", "max_seq_length"] == ["1024"]
     text = " ".join(page.texts)
@@ -449,6 +408,4 @@ def test_a_report_outlives_a_failure_of_wandb(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr("fp8_suite.benchmarks.report.main.start_wandb", fail)
     assert not upload(tmp_path, LogConfig(use_wandb=True), {}, [])
-    assert (
-        capsys.readouterr().err == f"WARNING: the report of {tmp_path} was not uploaded to W&B (no server)\n"
-    )
+    assert "no server" in capsys.readouterr().err
