@@ -91,7 +91,7 @@ def _build_model(prepared: PreparedRun, dtypes: dict[str, torch.dtype]) -> nn.Mo
         native=NativeOptions(
             cache_fp8_weights=precision.fp8 and setup.caches_fp8_weights,
             fuse_gradient_sums=strategy.fuses_wgrad_accumulation(setup.optimizer.kind),
-            weight_recipe=precision.recipe if setup.gathers_fp8 and not torchao else None,
+            weight_recipe=precision.te_recipe if setup.gathers_fp8 and not torchao else None,
         ),
         convert=(lambda model: _convert(model, cfg, precision, setup.gathers_fp8)) if torchao else None,
         compile_layers=compiles_layers(cfg, strategy.mode, on_gpu=strategy.device.type == "cuda"),

@@ -20,6 +20,7 @@ from fp8_suite.training.checkpoint.settings import CheckpointConfig
 from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.parallel.settings import DEEPSPEED_MODES, FSDP_MODES, ZERO_3_MODES, ShardingConfig
 from fp8_suite.training.precision.settings import (
+    MAP_SETTINGS,
     MAX_MARGIN,
     PrecisionConfig,
     parse_moment_dtype,
@@ -43,8 +44,9 @@ class Config:
 
     def __post_init__(self) -> None:
         values = self.to_dict()
+        settings = SimpleNamespace(**values, requested_recipe=self.requested_recipe)
         for rule in RULES:
-            for names, reason in rule(SimpleNamespace(**values, recipe=self.recipe)):  # the first conflict
+            for names, reason in rule(settings):  # the first conflict
                 conflicting = {name: values[name] for name in names.split() if values[name] is not None}
                 raise bad_setting(reason, **conflicting)
 
@@ -59,7 +61,7 @@ class Config:
         return bool(self.checkpoint.generate_samples) or self.optim.max_steps == 0
 
     @property
-    def recipe(self) -> str:
+    def requested_recipe(self) -> str:
         """FP8 recipe of --fp8_scenario; `default` depends on --use_te."""
         scenario, recipes = self.precision.fp8_scenario, TE_RECIPES if self.model.use_te else TORCHAO_RECIPES
         return recipes[0] if scenario == "default" else scenario
@@ -70,7 +72,6 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)}
-BY_MODULE = "precision_map", "bf16_first_layers", "bf16_last_layers"  # settings of a recipe by module
 
 
 # Rules across sections. Each yields (names of conflicting settings, reason).
@@ -103,7 +104,7 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "fp8_lm_head", f"this run is in {s.mixed_precision}; drop it, or add --mixed_precision fp8"
     if s.fp8_margin > MAX_MARGIN:
         yield "fp8_margin", f"every value would underflow in E4M3; give at most {MAX_MARGIN}"
-    by_module = [name for name in BY_MODULE if getattr(s, name)]
+    by_module = [name for name in MAP_SETTINGS if getattr(s, name)]
     if s.mixed_precision != "fp8" and by_module:
         reason = f"needs --mixed_precision fp8 (here {s.mixed_precision}); choose fp8, or drop it"
         yield " ".join(by_module), reason
@@ -113,8 +114,8 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
     parse_precision_map(s.precision_map, use_te=s.use_te)
     parse_moment_dtype(s.moment_dtype)
     # A precision map or a fallback may bring another recipe, which reads the setting.
-    if s.mixed_precision == "fp8" and not s.precision_map and not RECIPES[s.recipe].may_fall_back:
-        yield from unread_settings(s, {s.recipe})
+    if s.mixed_precision == "fp8" and not s.precision_map and not RECIPES[s.requested_recipe].may_fall_back:
+        yield from unread_settings(s, {s.requested_recipe})
 
 
 def model_rules(s: Any) -> Iterator[tuple[str, str]]:
@@ -135,7 +136,7 @@ def model_rules(s: Any) -> Iterator[tuple[str, str]]:
 
 
 def _refused_fp8_weights(s: Any) -> Iterator[tuple[str, str]]:
-    if not (s.use_te and s.mixed_precision == "fp8" and RECIPES[s.recipe].fp8_weights):
+    if not (s.use_te and s.mixed_precision == "fp8" and RECIPES[s.requested_recipe].fp8_weights):
         recipes = " or ".join(name for name, spec in RECIPES.items() if spec.fp8_weights)
         reason = f"needs TE layers in FP8: --use_te --mixed_precision fp8 --fp8_scenario {recipes}"
         yield "fp8_weights use_te mixed_precision fp8_scenario", reason
@@ -145,7 +146,7 @@ def _refused_fp8_weights(s: Any) -> Iterator[tuple[str, str]]:
         yield "fp8_weights", "requires --offload_optimizer; add that, or drop this"
     if s.master_weights != "fp32":
         yield "fp8_weights master_weights", "FP8 weights need FP32 master weights; drop one of the two"
-    if by_module := [name for name in BY_MODULE if getattr(s, name)]:
+    if by_module := [name for name in MAP_SETTINGS if getattr(s, name)]:
         yield f"fp8_weights {by_module[0]}", "all linear weights are in FP8; drop one of the two"
 
 
@@ -168,7 +169,7 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
         return
     if s.sharding_mode not in FSDP_MODES:
         yield "fp8_all_gather sharding_mode", f"only valid with {', '.join(FSDP_MODES)}; choose one"
-    if s.mixed_precision != "fp8" or not RECIPES[s.recipe].fp8_all_gather:
+    if s.mixed_precision != "fp8" or not RECIPES[s.requested_recipe].fp8_all_gather:
         reason = "needs one scale per weight: --mixed_precision fp8 and --fp8_scenario current (--use_te) "
         reason += "or tensorwise (without)"
         yield "fp8_all_gather mixed_precision fp8_scenario", reason

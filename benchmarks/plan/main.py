@@ -191,7 +191,7 @@ def read_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
 
 
 def _refuse_architecture(name: str, cfg: Config) -> None:
-    needs = [(RECIPES[cfg.recipe].architectures, {"fp8_scenario": cfg.recipe})]
+    needs = [(RECIPES[cfg.requested_recipe].architectures, {"fp8_scenario": cfg.requested_recipe})]
     if cfg.model.use_te and cfg.precision.fp8_fp32_scales:
         needs.append((("Hopper",), {"fp8_fp32_scales": True}))
     for architectures, setting in needs:

@@ -282,7 +282,7 @@ def test_backends_load_each_others_checkpoints():
 def curve(backend: str, name: str, batches: list[dict], steps: int) -> torch.Tensor:
     """Losses [steps] of a small model with FP32 weights."""
     model = build(spec(layers=2), use_te=True, packed=True, backend=backend, dtype=torch.float32)
-    precision = Precision(name, name, recipe=recipe_of(name, backend), te_backend=backend)
+    precision = Precision(name, name, te_recipe=recipe_of(name, backend), te_backend=backend)
     autocast = build_autocast(precision, device=DEVICE, parameter_dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)
     found = []

@@ -111,7 +111,7 @@ def step(model, inputs, autocast):
 def fp8(name):
     if reason := why_not(name):
         pytest.skip(reason)
-    precision = Precision(name, name, recipe=make_recipe(name, PrecisionConfig()), te_backend="native")
+    precision = Precision(name, name, te_recipe=make_recipe(name, PrecisionConfig()), te_backend="native")
     return precision, build_autocast(precision, device=DEVICE, parameter_dtype=torch.bfloat16)
 
 

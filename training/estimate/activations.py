@@ -40,7 +40,7 @@ def _kept_widths(setup: TrainingSetup, level: str) -> list[int]:
     queries, keys, hidden = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.hidden_size
     widths = {"qkv": queries + 2 * keys, "attention": queries, "output": hidden}
     widths["gate_up"] = 2 * s.ffn_hidden_size
-    keeps_results = setup.cfg.model.use_te and setup.sharding.stage != 3
+    keeps_results = setup.cfg.model.use_te and setup.mode_spec.stage != 3
     return [hidden, *(widths[name] for name in KEPT[level] if keeps_results)]
 
 
@@ -68,7 +68,7 @@ def recomputed_weights(setup: TrainingSetup) -> float:
 
 def recomputed_attention(setup: TrainingSetup) -> float:
     """Return the fraction of layers whose attention runs again in backward."""
-    keeps_result = setup.cfg.model.use_te and setup.sharding.stage != 3
+    keeps_result = setup.cfg.model.use_te and setup.mode_spec.stage != 3
     return setup.share_of("full") if keeps_result else setup.share_of("full", "layer")
 
 

@@ -161,8 +161,8 @@ def resized(sizing: Sizing, changes: Changes, gpus: int = 0) -> Sizing | None:
         cfg = config_from_dict(request.cfg.to_dict() | changes)
         check_number_of_ranks(cfg, gpus)
         mode = cfg.sharding.sharding_mode if gpus > 1 else request.mode
-        precision = {"effective": request.effective, "predicted": predicted}
-        setup, _ = make_setup(cfg, request.model, mode, gpus, per_node, sizing.free, **precision)
+        known = {"effective": request.effective, "predicted": predicted}
+        setup, _ = make_setup(cfg, request.model, mode, gpus, per_node, sizing.free, **known)
         if predicted:
             return choose_sizes(setup, sizing.free, sizing.gpu)
         return unpredicted_sizes(setup, sizing.free)

@@ -33,13 +33,13 @@ HOST_RESERVED, RESERVED_SHARE = 4e9, 0.25
 
 def state(setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes of weights, master weights and moments between steps."""
-    if setup.sharding.offload:
+    if setup.mode_spec.offload:
         return {"weights": 0.0, "master weights": 0.0, "moments": 0.0}
     optimizer, parameters = setup.optimizer, setup.model.parameters
     shard = parameters / setup.shards
     weight, moments = optimizer.parameter_dtype.itemsize, optimizer.moment_bytes
     masters = optimizer.master_bytes * shard
-    weights = weight * (parameters if setup.sharding.stage in (1, 2) else shard)
+    weights = weight * (parameters if setup.mode_spec.stage in (1, 2) else shard)
     weights += setup.fp8_share * shard
     if optimizer.offload:  # its buffers exist only in the step, when the memory of activations is free
         weights -= 2 * setup.fp8_share * shard
@@ -49,7 +49,7 @@ def state(setup: TrainingSetup) -> dict[str, float]:
 
 def resident_state(setup: TrainingSetup) -> float:
     """Return the bytes of a GPU's part of weights, gradients, master weights and moments."""
-    if setup.sharding.offload:
+    if setup.mode_spec.offload:
         return 0.0
     per_parameter = setup.optimizer.state_bytes + setup.fp8_share - setup.offloaded_state
     return per_parameter * setup.model.parameters / setup.shards
@@ -60,10 +60,10 @@ def accumulated_gradients(setup: TrainingSetup) -> float:
 
     ZeRO 3's gradients and DDP's buckets are also kept between steps.
     """
-    parameters, stage = setup.model.parameters, setup.sharding.stage
-    if setup.sharding.engine == "ddp" and not setup.exchanges_sums:
+    parameters, stage = setup.model.parameters, setup.mode_spec.stage
+    if setup.mode_spec.engine == "ddp" and not setup.exchanges_sums:
         return 2.0 * parameters
-    if stage and not setup.sharding.offload:
+    if stage and not setup.mode_spec.offload:
         if setup.accumulates_in_zero1:
             return 4.0 * parameters
         if setup.accumulation > 1:
@@ -76,16 +76,16 @@ def accumulated_gradients(setup: TrainingSetup) -> float:
 
 def gathered_weights(setup: TrainingSetup) -> float:
     """Return the bytes of gathered weights and communication buffers when backward begins."""
-    model, sharding = setup.model, setup.sharding
-    if sharding.stage == 3:
+    model, spec = setup.model, setup.mode_spec
+    if spec.stage == 3:
         return 2 * model.root_weights + ZERO_LIVE + ZERO_BUCKETS
-    ddp = setup.sharding.engine == "ddp"
+    ddp = spec.engine == "ddp"
     in_fp32 = setup.cfg.sharding.grad_reduce_dtype == "fp32"
     if ddp and setup.nodes > 1 and in_fp32 and not setup.exchanges_sums:
         return 4.0 * model.parameters  # buffers of the FP32 all-reduce, until the next backward
     if not setup.fsdp:
         return fp8_exchange(setup) * model.head_weights if ddp else 0.0
-    return 2.0 * (model.parameters if sharding.gathers_once else model.root_weights + model.block_weights)
+    return 2.0 * (model.parameters if spec.gathers_once else model.root_weights + model.block_weights)
 
 
 def fp8_exchange(setup: TrainingSetup) -> float:
@@ -145,7 +145,7 @@ def host_state(setup: TrainingSetup) -> tuple[float, int]:
     the model's state over all nodes. DeepSpeed keeps FP32 masters, gradients and moments, and BF16 weights
     and gradients; with accumulation the latter are FP32 too. A save copies masters and moments.
     """
-    if setup.sharding.offload:
+    if setup.mode_spec.offload:
         return 20 + 2 * (setup.accumulation > 1), 12
     return setup.offloaded_state * setup.gpus / setup.shards, 0
 
@@ -222,7 +222,7 @@ def end_of_backward(setup: TrainingSetup) -> dict[str, float]:
 
 def after_backward(setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes by part at the end of backward, with the first layer's activations left."""
-    model, parts, sharding = setup.model, at_loss(setup), setup.sharding
+    model, parts, spec = setup.model, at_loss(setup), setup.mode_spec
     gradients, communication = parts["gradients"], parts["gathered, communication"]
     if setup.fsdp:
         # The root's gradients are reduced last: its gathered weights, gradients, send and receive buffers are
@@ -230,13 +230,13 @@ def after_backward(setup: TrainingSetup) -> dict[str, float]:
         gradients *= model.root_weights / model.parameters
         gradients += 2.0 * (model.parameters - model.root_weights) / setup.shards
         communication = max(8.0, 4.0 + fp8_exchange(setup)) * model.root_weights
-        if sharding.in_groups and setup.cfg.sharding.grad_reduce_dtype == "fp32":
+        if spec.in_groups and setup.cfg.sharding.grad_reduce_dtype == "fp32":
             # Inputs of the FP32 all-reduce between replicas live until backward ends.
             communication += 4.0 * model.parameters / setup.shards
-    elif sharding.stage in (1, 2):
+    elif spec.stage in (1, 2):
         communication = ZERO_BUCKETS
         gradients = max(gradients, 2.0 * model.parameters / setup.gpus)
-    elif not sharding.stage:
+    elif not spec.stage:
         gradients = max(gradients, 2.0 * model.parameters)
     one_layer = 0.0 if setup.fsdp else fp8_copies(setup) / model.shape.num_layers
     return parts | {
@@ -262,6 +262,6 @@ def at_step(setup: TrainingSetup) -> dict[str, float]:
 def peak(setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes by part at the point of the step with the largest sum."""
     points = [at_loss, start_of_backward, after_backward]
-    points += [at_step] if setup.sharding.stage in (1, 2) else []
-    points += [] if setup.sharding.stage else [end_of_backward]
+    points += [at_step] if setup.mode_spec.stage in (1, 2) else []
+    points += [] if setup.mode_spec.stage else [end_of_backward]
     return max((point(setup) for point in points), key=lambda parts: sum(parts.values()))

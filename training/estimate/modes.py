@@ -96,7 +96,7 @@ def _resident_bytes(setup: TrainingSetup) -> float:
         resident += accumulated_gradients(setup)
     if setup.exchanges_sums:
         resident += accumulated_gradients(setup) - 2 * setup.model.parameters  # FP32 instead of BF16
-    if setup.sharding.gathers_once:
+    if setup.mode_spec.gathers_once:
         # Weights, and gradients until they are reduced. With accumulation this is an upper bound, as each
         # block's gradient is then added to the sums above and freed.
         resident += 2 * setup.model.parameters * (4 if setup.cfg.precision.mixed_precision == "fp32" else 2)

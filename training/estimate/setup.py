@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape, matmul_parameters
 from fp8_suite.training.config import Config
-from fp8_suite.training.parallel.settings import MODES, Mode
+from fp8_suite.training.parallel.settings import MODES, ModeSpec
 
 if TYPE_CHECKING:  # imports torch
     from fp8_suite.training.optim.optimizer import OptimizerSpec
@@ -60,31 +60,31 @@ class TrainingSetup:
     effective: str | None = None  # precision that runs; None: the requested one
 
     @property
-    def sharding(self) -> Mode:
+    def mode_spec(self) -> ModeSpec:
         return MODES[self.mode]
 
     @property
     def shards(self) -> int:
         """Number of parts of the optimizer state, one per GPU; 1 if every GPU has all of it."""
-        if self.sharding.in_groups:
+        if self.mode_spec.in_groups:
             return self.cfg.sharding.shard_size(self.gpus, self.gpus_per_node)
-        return self.gpus if self.sharding.engine in ("fsdp", "zero") else 1
+        return self.gpus if self.mode_spec.engine in ("fsdp", "zero") else 1
 
     @property
     def fsdp(self) -> bool:
         """True if FSDP2 shards the model."""
-        return self.sharding.engine == "fsdp"
+        return self.mode_spec.engine == "fsdp"
 
     @property
     def exchanges_sums(self) -> bool:
         """True for DDP with FP32 sums of micro-batches: ranks exchange those, after the last micro-batch."""
         in_fp32 = self.cfg.sharding.grad_reduce_dtype == "fp32"
-        return self.sharding.engine == "ddp" and in_fp32 and self.accumulation > 1
+        return self.mode_spec.engine == "ddp" and in_fp32 and self.accumulation > 1
 
     @property
     def accumulates_in_zero1(self) -> bool:
         """True for ZeRO 1 with accumulation: DeepSpeed then keeps unsharded FP32 gradients on every GPU."""
-        return self.sharding.stage == 1 and self.accumulation > 1
+        return self.mode_spec.stage == 1 and self.accumulation > 1
 
     @property
     def nodes(self) -> int:
@@ -111,14 +111,14 @@ class TrainingSetup:
     @property
     def recipe(self) -> str:
         """Recipe that runs, or "bf16"."""
-        requested = self.cfg.recipe if self.cfg.precision.mixed_precision == "fp8" else "bf16"
+        requested = self.cfg.requested_recipe if self.cfg.precision.mixed_precision == "fp8" else "bf16"
         return self.effective or requested
 
     @property
     def fp8_layer_share(self) -> float:
         """Fraction of the decoder layers that run in the FP8 recipe."""
-        precision = self.cfg.precision
-        in_bf16 = precision.bf16_first_layers + precision.bf16_last_layers
+        settings = self.cfg.precision
+        in_bf16 = settings.bf16_first_layers + settings.bf16_last_layers
         return 1 - in_bf16 / self.model.shape.num_layers
 
     @property
@@ -147,7 +147,7 @@ class TrainingSetup:
     @property
     def caches_fp8_weights(self) -> bool:
         """True if layers that are not recomputed cast their weights to FP8 once per step."""
-        gathered = self.sharding.engine in ("none", "ddp") or self.sharding.gathers_once
+        gathered = self.mode_spec.engine in ("none", "ddp") or self.mode_spec.gathers_once
         casts = self.cfg.model.use_te and not self.optimizer.holds_fp8_weights
         return casts and gathered and self.accumulation > 1
 

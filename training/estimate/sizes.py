@@ -190,7 +190,7 @@ def recomputations(request: TrainingSetup, batch: int) -> list[list[str]]:
         return [[model.recompute]]
     setup = replace(request, cfg=with_sizes(request.cfg, request.gpus, batch))
     levels = [level for level in RECOMPUTE_LEVELS if level in HF_LEVELS or model.use_te]
-    if setup.sharding.stage == 3 and model.use_te:  # ZeRO 3 recomputes all of a layer
+    if setup.mode_spec.stage == 3 and model.use_te:  # ZeRO 3 recomputes all of a layer
         levels = ["none", "layer"]
     setups = {name: replace(setup, cfg=with_sizes(request.cfg, request.gpus, batch, name)) for name in levels}
     work = {name: recomputation_flops(level) for name, level in setups.items()}
@@ -207,15 +207,19 @@ def recomputations(request: TrainingSetup, batch: int) -> list[list[str]]:
 
 def why_unpredicted(cfg: Config, mode: str) -> tuple[dict[str, Any], str] | None:
     """Return settings under which memory and time of a step cannot be predicted, and the reason, or None."""
-    precision, model = cfg.precision, cfg.model
+    model, precision_map = cfg.model, cfg.precision.precision_map
     layers_apart = "predictions cover whole layers only; use --bf16_first_layers and --bf16_last_layers"
     unfused = "TE may then run unfused attention, which predictions do not cover; drop one of them"
     modes = "predictions cover ds_zero1, ds_zero2, ds_zero3 and ds_zero3_offload; use one of them"
-    # (unpredicted, settings, reason)
+    # (unpredicted, settings at fault, reason)
     rules = [
         (model.te_backend == "emulated", {"te_backend": "emulated"}, "predictions cover GPUs only; drop it"),
-        (precision.mixed_precision == "fp32", {"mixed_precision": "fp32"}, "predictions cover bf16 and fp8"),
-        (precision.precision_map, {"precision_map": precision.precision_map}, layers_apart),
+        (
+            cfg.precision.mixed_precision == "fp32",
+            {"mixed_precision": "fp32"},
+            "predictions cover bf16 and fp8",
+        ),
+        (precision_map, {"precision_map": precision_map}, layers_apart),
         (
             cfg.optim.deterministic and model.use_te and not model.flash_attention,
             {"deterministic": True, "flash_attention": False},

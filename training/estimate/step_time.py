@@ -118,7 +118,7 @@ def adam_bytes(setup: TrainingSetup) -> float:
 
 def _optimizer_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
     parameters = setup.model.parameters / setup.shards
-    if setup.sharding.offload:
+    if setup.mode_spec.offload:
         return 28 * parameters / OPTIMIZER_HOST_BANDWIDTH
     fused = setup.optimizer.kind == "fused_adamw"
     bandwidth = gpu.memory_bandwidth * (ADAM_SHARE if fused else TORCH_ADAM_SHARE)
@@ -138,26 +138,26 @@ class Exchange(NamedTuple):
 
 def exchange(setup: TrainingSetup) -> Exchange:
     """Count the communication of one step: all-gathers of weights and reductions of gradients."""
-    model, layers, stage = setup.model, setup.model.shape.num_layers, setup.sharding.stage
+    model, layers, stage = setup.model, setup.model.shape.num_layers, setup.mode_spec.stage
     if setup.gpus == 1:
         return Exchange(0, 0, 0, 0)
     # Within a node ranks exchange BF16 gradients and sum them locally; across nodes NCCL reduces in FP32.
     sums = setup.exchanges_sums or (setup.fsdp and setup.accumulation > 1)
-    local_sum = setup.nodes == 1 and not sums and not setup.sharding.in_groups
+    local_sum = setup.nodes == 1 and not sums and not setup.mode_spec.in_groups
     in_fp32 = setup.cfg.sharding.grad_reduce_dtype == "fp32"
     between_replicas = gradient = (2 if local_sum or not in_fp32 or stage else 4) * model.parameters
     if setup.cfg.sharding.grad_reduce_dtype == "fp8":
         gradient = (1 + 1 / 128) * model.parameters  # E4M3, and an exponent per 128 values
-    if setup.sharding.engine == "ddp":
+    if setup.mode_spec.engine == "ddp":
         return Exchange(2 * gradient, 0, 6 * model.parameters, 2 * layers)
     if stage in (1, 2):
         rounds = setup.accumulation if stage == 2 else 1
         copied = ZERO_COPIED[stage] * model.parameters
         return Exchange(rounds * gradient + 2 * model.parameters, 0, copied, 2 * layers)
-    gathers = 1 if setup.sharding.gathers_once else 2 * setup.accumulation
+    gathers = 1 if setup.mode_spec.gathers_once else 2 * setup.accumulation
     weights = 2 * model.parameters - setup.gathers_fp8 * model.gemm_weights
     rounds = setup.accumulation if stage else 1
-    across = 2 * between_replicas / setup.shards if setup.sharding.in_groups else 0.0
+    across = 2 * between_replicas / setup.shards if setup.mode_spec.in_groups else 0.0
     copied = (4 * gathers + 8 * rounds) * model.parameters
     return Exchange(gathers * weights + rounds * gradient, across, copied, layers * (gathers + rounds))
 
@@ -188,8 +188,8 @@ def communication_seconds(setup: TrainingSetup, gpu: Gpu, network: float) -> flo
 
 def _launch_seconds(setup: TrainingSetup) -> float:
     """Return the mean CPU time of a layer and micro-batch."""
-    once = ZERO3_LAUNCH_SECONDS if setup.sharding.stage == 3 else LAUNCH_SECONDS
-    te_layers = setup.cfg.model.use_te and setup.sharding.stage != 3
+    once = ZERO3_LAUNCH_SECONDS if setup.mode_spec.stage == 3 else LAUNCH_SECONDS
+    te_layers = setup.cfg.model.use_te and setup.mode_spec.stage != 3
     again = RECOMPUTED_LAUNCH_SECONDS if te_layers else 4 / 3 * once  # forward is a third
     return once * setup.share_of("none") + again * (1 - setup.share_of("none"))
 
@@ -208,7 +208,7 @@ def step_seconds(setup: TrainingSetup, gpu: Gpu, *, network: float = NETWORK_BAN
     compute = sum(parts.values())
     parts["optimizer"] = _optimizer_seconds(setup, gpu)
     wire = communication_seconds(setup, gpu, network)
-    if setup.sharding.offload:
+    if setup.mode_spec.offload:
         wire += 2 * model.parameters * (2 * setup.accumulation + 1) / setup.gpus / OPTIMIZER_HOST_BANDWIDTH
     parts["copies around transfers"] = exchange(setup).copied / bandwidth
     exposed = wire if setup.exchanges_sums else max(EXPOSED * wire, wire - compute)

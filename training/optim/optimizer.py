@@ -97,19 +97,19 @@ def choose_optimizer(cfg: Config, mode: str, *, on_gpu: bool) -> OptimizerSpec:
 
     UserError for dtypes that the optimizer does not support.
     """
-    precision, engine = cfg.precision, MODES[mode].engine
-    stored = parse_moment_dtype(precision.moment_dtype)
-    masters, full = precision.master_weights == "fp32", precision.mixed_precision == "fp32"
+    settings, engine = cfg.precision, MODES[mode].engine
+    stored = parse_moment_dtype(settings.moment_dtype)
+    masters, full = settings.master_weights == "fp32", settings.mixed_precision == "fp32"
     offload = cfg.sharding.offload_optimizer and engine != "zero"
     if on_gpu and not full and engine != "zero":
         in_shards = cfg.sharding.fp8_all_gather and cfg.model.use_te and engine == "fsdp"
-        in_fp8 = precision.fp8_weights or in_shards
+        in_fp8 = settings.fp8_weights or in_shards
         return OptimizerSpec("fused_adamw", torch.bfloat16, masters, stored, offload, in_fp8)
     if engine == "zero":
         if not masters:
             raise bad_setting("DeepSpeed always has FP32 masters; drop it", master_weights="none")
         if stored != ("fp32", "fp32"):
-            raise bad_setting("DeepSpeed keeps FP32 moments; drop it", moment_dtype=precision.moment_dtype)
+            raise bad_setting("DeepSpeed keeps FP32 moments; drop it", moment_dtype=settings.moment_dtype)
         return OptimizerSpec("zero_adamw", torch.float32 if full else torch.bfloat16, True, stored)
     dtype = torch.float32 if masters or full else torch.bfloat16
     same = stored == (("fp32", "fp32") if dtype == torch.float32 else ("bf16", "bf16"))

@@ -15,7 +15,7 @@ WEEK = 7 * 24 * 60  # minutes
 
 
 @dataclass(frozen=True)
-class Mode:
+class ModeSpec:
     """Properties of a sharding mode."""
 
     engine: Literal["none", "ddp", "fsdp", "zero"]
@@ -26,21 +26,21 @@ class Mode:
 
 
 # "single" is the mode without torchrun; all others are choices of --sharding_mode.
-MODES: dict[str, Mode] = {
-    "single": Mode("none"),
-    "ddp": Mode("ddp"),
-    "fsdp_full": Mode("fsdp"),
-    "fsdp_grad": Mode("fsdp", gathers_once=True),
-    "hsdp": Mode("fsdp", in_groups=True),
-    "deepspeed": Mode("zero"),
-    "ds_zero1": Mode("zero", stage=1),
-    "ds_zero2": Mode("zero", stage=2),
-    "ds_zero3": Mode("zero", stage=3),
-    "ds_zero3_offload": Mode("zero", stage=3, offload=True),
+MODES: dict[str, ModeSpec] = {
+    "single": ModeSpec("none"),
+    "ddp": ModeSpec("ddp"),
+    "fsdp_full": ModeSpec("fsdp"),
+    "fsdp_grad": ModeSpec("fsdp", gathers_once=True),
+    "hsdp": ModeSpec("fsdp", in_groups=True),
+    "deepspeed": ModeSpec("zero"),
+    "ds_zero1": ModeSpec("zero", stage=1),
+    "ds_zero2": ModeSpec("zero", stage=2),
+    "ds_zero3": ModeSpec("zero", stage=3),
+    "ds_zero3_offload": ModeSpec("zero", stage=3, offload=True),
 }
-DEEPSPEED_MODES = tuple(name for name, m in MODES.items() if m.engine == "zero")
-ZERO_3_MODES = tuple(name for name, m in MODES.items() if m.stage == 3)
-FSDP_MODES = tuple(name for name, m in MODES.items() if m.engine == "fsdp")
+DEEPSPEED_MODES = tuple(name for name, spec in MODES.items() if spec.engine == "zero")
+ZERO_3_MODES = tuple(name for name, spec in MODES.items() if spec.stage == 3)
+FSDP_MODES = tuple(name for name, spec in MODES.items() if spec.engine == "fsdp")
 
 
 @dataclass(frozen=True, kw_only=True)

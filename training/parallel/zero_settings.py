@@ -18,7 +18,7 @@ from fp8_suite.training.config import Config
 from fp8_suite.training.parallel.settings import MODES, read_deepspeed_config
 
 DEEPSPEED = "deepspeed==0.19.8"
-CONFIGS = {name: f"ds_configs/{name.removeprefix('ds_')}.json" for name, mode in MODES.items() if mode.stage}
+CONFIGS = {name: f"ds_configs/{name.removeprefix('ds_')}.json" for name, spec in MODES.items() if spec.stage}
 # Sections that affect only speed, memory and DeepSpeed's own output.
 ALLOWED = ("zero_optimization", "comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown")
 # Keys of zero_optimization that change results, or that `zero.Zero` does not support: their only valid value.

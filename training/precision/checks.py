@@ -51,7 +51,7 @@ def check_gemm_sizes(recipe: str, sizes: dict[str, int], *, way_out: str = "", *
 
 def check_sizes(precision: Precision, model_name: str, sizes: dict[str, int]) -> None:
     """UserError if sizes of a TE model or its modules cannot run in their recipes."""
-    if precision.recipe is not None and not precision.by_module:
+    if precision.te_recipe is not None and not precision.by_module:
         recipe = precision.effective
         check_gemm_sizes(recipe, sizes, fp8_scenario=recipe, model_name=model_name)
     for module, recipe in precision.by_module.items():

@@ -20,7 +20,7 @@ from fp8_suite.core.recipes import FALLBACK_RECIPE
 from fp8_suite.te_models.backend import te_module
 from fp8_suite.training.config import Config
 from fp8_suite.training.precision.recipes import Precision, make_recipe, recipe_or_fallback
-from fp8_suite.training.precision.settings import parse_precision_map
+from fp8_suite.training.precision.settings import MAP_SETTINGS, parse_precision_map
 from torch import nn
 
 # GEMM modules of a TE layer, and the sizes of their weights.
@@ -29,12 +29,11 @@ TE_GEMMS = {
     "self_attention.proj": ("hidden_size", "query width"),
     "layernorm_mlp": ("hidden_size", "intermediate_size"),
 }
-FLAGS = ("precision_map", "bf16_first_layers", "bf16_last_layers")
 
 
 def _map_settings(cfg: Config) -> dict[str, Any]:
     """Return the precision-map settings that the user gave."""
-    values = {name: getattr(cfg.precision, name) for name in FLAGS}
+    values = {name: getattr(cfg.precision, name) for name in MAP_SETTINGS}
     return {name: value for name, value in values.items() if value not in (None, 0)}
 
 
@@ -71,7 +70,7 @@ def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]
     layer_of = {name: next(int(part) for part in name.split(".") if part.isdecimal()) for name in names}
     for flag, layers in ends.items():
         rules.append((f"--{flag} {len(layers)}", "bf16", [n for n in names if layer_of[n] in layers]))
-    assigned, rule_of = dict.fromkeys(names, cfg.recipe), {}
+    assigned, rule_of = dict.fromkeys(names, cfg.requested_recipe), {}
     for rule, recipe, modules in rules:
         for name in modules:
             if rule_of.setdefault(name, rule) != rule and assigned[name] != recipe:
@@ -100,20 +99,22 @@ def resolve_map(cfg: Config, precision: Precision, config: Any) -> Precision:
     num_layers = config.num_hidden_layers
     requested = assign(cfg, te_names(num_layers), num_layers)
     effective, fallbacks = {"bf16": "bf16", precision.requested: precision.effective}, {}
-    recipes = {precision.effective: precision.recipe}
+    te_recipe_of = {precision.effective: precision.te_recipe}
     for name in dict.fromkeys(requested.values()):
         if name not in effective:
             flag = f"--precision_map ...={name}"
             effective[name], reason = recipe_or_fallback(name, flag, cfg, backend)
-            recipes[effective[name]] = make_recipe(effective[name], cfg.precision, backend)
+            te_recipe_of[effective[name]] = make_recipe(effective[name], cfg.precision, backend)
             if reason:
                 fallbacks[name] = reason
     by_module = {module: effective[name] for module, name in requested.items()}
-    exceptions = sorted(set(by_module.values()) - {cfg.recipe})
+    exceptions = sorted(set(by_module.values()) - {cfg.requested_recipe})
     if cfg.sharding.fp8_all_gather and exceptions:
-        reason = f"it gathers weights that are all in {cfg.recipe}; drop it, or {', '.join(exceptions)}"
+        reason = (
+            f"it gathers weights that are all in {cfg.requested_recipe}; drop it, or {', '.join(exceptions)}"
+        )
         raise bad_setting(reason, fp8_all_gather=True, **_map_settings(cfg))
-    return replace(precision, by_module=by_module, recipes=recipes, map_fallbacks=fallbacks)
+    return replace(precision, by_module=by_module, te_recipe_of=te_recipe_of, map_fallbacks=fallbacks)
 
 
 def check_resume(meta: dict[str, Any], precision: Precision) -> None:
@@ -134,7 +135,7 @@ def apply(model: nn.Module, precision: Precision) -> None:
     for name, recipe in precision.by_module.items():
         if recipe != precision.effective:
             module = model.get_submodule(name)
-            module.forward = _module_autocast(precision, precision.recipes.get(recipe))(module.forward)
+            module.forward = _module_autocast(precision, precision.te_recipe_of.get(recipe))(module.forward)
 
 
 @contextmanager
@@ -147,7 +148,7 @@ def _module_autocast(precision: Precision, recipe: Any) -> Iterator[None]:
     """
     # With recipe=None TE would build its default recipe on every call.
     inner = te_module(precision.te_backend).autocast(
-        enabled=recipe is not None, recipe=recipe or precision.recipe
+        enabled=recipe is not None, recipe=recipe or precision.te_recipe
     )
     if precision.te_backend != "native":
         with inner:

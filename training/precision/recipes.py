@@ -15,7 +15,7 @@ from fp8_suite.training.config import Config
 from fp8_suite.training.precision.settings import PrecisionConfig
 from fp8_suite.training.precision.te_runtime import why_not_te
 
-NOT_EMULATED = ("fp8_weights", "fp8_fast_accumulation")
+NATIVE_ONLY_SETTINGS = ("fp8_weights", "fp8_fast_accumulation")
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Precision:
     requested: str
     effective: str
     fallback_reason: str | None = None
-    recipe: Any = None  # TE's recipe object; None outside FP8 and for torchao
+    te_recipe: Any = None  # TE's recipe object; None outside FP8 and for torchao
     te_backend: Backend | None = None  # None without --use_te
     emulated: bool = False  # FP8 is emulated: losses are valid, throughput is meaningless
     # Only with a precision map, else empty:
     by_module: dict[str, str] = field(default_factory=dict)  # recipe, or "bf16", of every GEMM module
-    recipes: dict[str, Any] = field(default_factory=dict)  # TE's recipe object by name
+    te_recipe_of: dict[str, Any] = field(default_factory=dict)  # TE's recipe object by name
     map_fallbacks: dict[str, str] = field(default_factory=dict)  # recipe that cannot run here -> reason
 
     @property
@@ -84,14 +84,14 @@ def resolve_precision(cfg: Config) -> Precision:
     if name != "fp8":
         return Precision(name, name, te_backend=backend, emulated=backend == "emulated")
     if backend is None:
-        return Precision(cfg.recipe, cfg.recipe, emulated=fp8_gemms_are_emulated())
-    for setting in NOT_EMULATED if backend == "emulated" else ():
+        return Precision(cfg.requested_recipe, cfg.requested_recipe, emulated=fp8_gemms_are_emulated())
+    for setting in NATIVE_ONLY_SETTINGS if backend == "emulated" else ():
         if getattr(cfg.precision, setting):
             raise bad_setting("not available with emulated TE layers; drop it", **{setting: True})
     flag = f"--fp8_scenario {cfg.precision.fp8_scenario}"
-    name, fallback_reason = recipe_or_fallback(cfg.recipe, flag, cfg, backend)
+    name, fallback_reason = recipe_or_fallback(cfg.requested_recipe, flag, cfg, backend)
     recipe = make_recipe(name, cfg.precision, backend)
-    return Precision(cfg.recipe, name, fallback_reason, recipe, backend, backend == "emulated")
+    return Precision(cfg.requested_recipe, name, fallback_reason, recipe, backend, backend == "emulated")
 
 
 def resolve_backend(cfg: Config) -> Backend | None:
@@ -179,9 +179,9 @@ def build_autocast(
         contexts = ExitStack()
         if precision.effective != "fp32" and parameter_dtype == torch.float32:
             contexts.enter_context(torch.autocast(device.type, dtype=torch.bfloat16))
-        if precision.recipe is not None:
+        if precision.te_recipe is not None:
             te = te_module(precision.te_backend)
-            contexts.enter_context(te.autocast(enabled=True, recipe=precision.recipe))
+            contexts.enter_context(te.autocast(enabled=True, recipe=precision.te_recipe))
         return contexts
 
     return autocast

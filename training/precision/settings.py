@@ -12,6 +12,7 @@ from fp8_suite.core.settings import Section, nearest, resumable, setting
 
 RECIPE_SETTINGS = frozenset().union(*(spec.settings for spec in RECIPES.values()))
 MAX_MARGIN = 18  # E4M3 holds 2**-9 to 448: with 19, the largest value of a tensor, 448 / 2**19, becomes zero
+MAP_SETTINGS = ("precision_map", "bf16_first_layers", "bf16_last_layers")  # choose a recipe by module
 MOMENT_DTYPES = ("fp32", "bf16", "fp16", "fp8")
 
 

@@ -49,7 +49,7 @@ def resolve(**values) -> Precision:
 def native(**by_module: str) -> Precision:
     """Delayed scaling in all modules but those given by the last part of their names."""
     names = {n: by_module.get(n.rpartition(".")[2], "delayed") for n in te_names(2)}
-    return Precision("delayed", "delayed", recipe=object(), te_backend="native", by_module=names)
+    return Precision("delayed", "delayed", te_recipe=object(), te_backend="native", by_module=names)
 
 
 @pytest.mark.parametrize(

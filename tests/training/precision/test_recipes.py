@@ -17,7 +17,7 @@ from fp8_suite.training.config import Config, all_settings, config_from_dict
 from fp8_suite.training.precision import checks, te_runtime
 from fp8_suite.training.precision import recipes as precision
 from fp8_suite.training.precision.recipes import (
-    NOT_EMULATED,
+    NATIVE_ONLY_SETTINGS,
     Precision,
     build_autocast,
     make_recipe,
@@ -128,10 +128,10 @@ def test_a_recipe_falls_back_with_a_reason_or_stops(monkeypatch):
     on_gpu(monkeypatch, (9, 0))
     default = resolve_precision(settings(**TE_FP8))
     assert (default.requested, default.effective, default.fallback_reason) == ("delayed", "delayed", None)
-    assert resolve_precision(settings(use_te=True, mixed_precision="bf16")).recipe is None
+    assert resolve_precision(settings(use_te=True, mixed_precision="bf16")).te_recipe is None
     mxfp8 = TE_FP8 | {"fp8_scenario": "mxfp8"}
     resolved = resolve_precision(settings(**mxfp8))
-    assert (resolved.requested, resolved.effective, resolved.recipe) == ("mxfp8", "delayed", "delayed")
+    assert (resolved.requested, resolved.effective, resolved.te_recipe) == ("mxfp8", "delayed", "delayed")
     assert "capability 10.0" in resolved.fallback_reason and resolved.as_dict()["fallback_reason"]
     message = r"--fp8_scenario mxfp8 cannot run here: .*This machine runs: delayed, current, block"
     with pytest.raises(UserError, match=message):
@@ -142,7 +142,7 @@ def test_a_recipe_falls_back_with_a_reason_or_stops(monkeypatch):
             resolve_precision(settings(**mxfp8 | {"fp8_scenario": name}))
 
 
-@pytest.mark.parametrize("setting", NOT_EMULATED)
+@pytest.mark.parametrize("setting", NATIVE_ONLY_SETTINGS)
 def test_what_emulated_layers_lack_is_refused(setting):
     with pytest.raises(UserError) as refused:
         resolve_precision(
@@ -189,7 +189,7 @@ def test_fp32_scales_of_blocks_are_refused_on_blackwell(monkeypatch):
 
 @pytest.mark.parametrize("name", TE_RECIPES)
 def test_tokens_and_sizes_are_multiples_of_what_the_kernels_take(name):
-    resolved = Precision("mxfp8", name, recipe=object())
+    resolved = Precision("mxfp8", name, te_recipe=object())
     tokens, features = {"block": (128, 128), "mxfp8": (32, 32), "nvfp4": (128, 32)}.get(name, (16, 16))
     assert resolved.token_multiple == tokens
     checks.check_sizes(resolved, "m", {"hidden_size": features * 3})
