@@ -14,7 +14,7 @@ from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.fp8_weights import quantize_shards, quantize_weights
 from fp8_suite.te_models.options import BuildOptions, NativeOptions
 from fp8_suite.training.config import Config
-from fp8_suite.training.estimate.choose import compiles_layers
+from fp8_suite.training.estimate.sizes import compiles_layers
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.precision import precision_map, torchao_fp8
 from fp8_suite.training.precision.fp8_stats import Fp8Stats

@@ -38,8 +38,8 @@ from fp8_suite.training.checkpoint.run_folder import (
 )
 from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.config import Config, settings_path
-from fp8_suite.training.estimate.choose import choose_strategy, compiles_layers
-from fp8_suite.training.estimate.sizes import Sizing
+from fp8_suite.training.estimate.choose import choose_strategy
+from fp8_suite.training.estimate.sizes import Sizing, compiles_layers
 from fp8_suite.training.kernels import KernelInputs, enable_kernels
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0

@@ -25,7 +25,12 @@ from fp8_suite.core.recipes import RECIPES, costs_of
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config, parse_config
 from fp8_suite.training.estimate.advice import way_out
-from fp8_suite.training.estimate.sizes import auto_settings, counted_micro_batches
+from fp8_suite.training.estimate.sizes import (
+    UNCOMPILED,
+    auto_settings,
+    compiles_layers,
+    counted_micro_batches,
+)
 from fp8_suite.training.estimate.step_time import NETWORK_BANDWIDTH
 
 PROG = "python -m benchmarks.plan"
@@ -64,7 +69,7 @@ def run(argv: list[str]) -> str:
     tables = _tables(plans, args.tokens, args.price_per_gpu_hour)
     choices = [f"\n{_gpus(plan)}: {plan.sizing.describe()}" for plan in plans if plan.sizing.is_choice]
     hosts = [f"\n{_gpus(plan)}: {memory}." for plan in plans if (memory := _host_memory(plan))]
-    advice = [_advice(plan) for plan in plans if auto_settings(cfg) or not plan.fits]
+    advice = [_advice(plan) for plan in plans if auto_settings(cfg) or not plan.fits or _exceeds_counts(plan)]
     notes = [*choices, *refused, *hosts, *filter(None, advice)]
     return "\n".join([*tables, "", limits_table(plans), *notes])
 
@@ -76,6 +81,8 @@ def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[P
         try:
             cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
             plans.append(make_plan(cfg, gpu, gpus=gpus, **cluster))
+            if (names := auto_settings(cfg)) and _exceeds_counts(plans[-1]):  # training refuses it too
+                raise bad_setting(f"{UNCOMPILED}; give a value", **dict.fromkeys(names, AUTO))
         except UserError as error:
             by_number = {"global_batch_size", "grad_reduce_dtype", "hsdp_shard_size", "fp8_weights"}
             one_number = by_number & set(error.flags)
@@ -157,8 +164,16 @@ def _host_memory(plan: Plan) -> str:
     return f"{kept:.0f} GB of host memory per node, {saving:.0f} more while saving a checkpoint" * bool(kept)
 
 
+def _exceeds_counts(plan: Plan) -> bool:
+    """True for Hugging Face layers without torch.compile, which need more memory than is predicted."""
+    cfg = plan.setup.cfg
+    return not cfg.model.use_te and not compiles_layers(cfg, plan.setup.mode, on_gpu=True)
+
+
 def _advice(plan: Plan) -> str | None:
     """List the settings that make this plan fit or faster; None if it fits and none is faster."""
+    if _exceeds_counts(plan):  # and advice names `auto`, which training refuses here
+        return f"\n{_gpus(plan)}: {UNCOMPILED}; expect more, or add --use_te."
     lines = [f"\n{_gpus(plan)}: {'faster' if plan.fits else 'fits'} with"]
     for flags, candidate in (candidates := alternatives(plan)).items():
         speed = f"{candidate.tokens_per_second:,.0f} tokens/s"

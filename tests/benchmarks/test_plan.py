@@ -287,6 +287,17 @@ def test_the_plan_chooses_and_refuses_as_training_does():
     assert "1 GPU: no fit: --batch_size 1 x 32 micro-batches; predicted" in small
 
 
+@pytest.mark.parametrize("flags", ["--no_compile --gpus 1", "--sharding_mode ds_zero3 --gpus 2"])
+def test_layers_without_torch_compile_get_no_auto(flags):
+    command = f"--model_name meta-llama/Llama-3.2-1B {flags}".split()
+    with pytest.raises(UserError) as refused:
+        run([*command, "--batch_size", "auto"])
+    assert refused.value.flags == {"batch_size"}, "as in training"
+    for size in ("1", "512"):
+        text = run([*command, "--batch_size", size])
+        assert "without torch.compile keep more" in text and "auto" not in text
+
+
 def test_the_plan_names_the_smallest_gpu_the_largest_model_and_the_longest_sequence():
     flags = f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --batch_size 1 --max_seq_length 8192"
     rows = [row.split("|") for row in run([*flags.split(), "--gpus", "1,8"]).splitlines()[-2:]]

@@ -14,12 +14,11 @@ from fp8_suite.training.config import Config, refused_by_zero_3
 from fp8_suite.training.estimate import advice, sizes
 from fp8_suite.training.estimate.modes import make_setup
 from fp8_suite.training.estimate.setup import ModelSize
-from fp8_suite.training.estimate.sizes import Sizing
+from fp8_suite.training.estimate.sizes import UNCOMPILED, Sizing, compiles_layers
 from fp8_suite.training.optim.optimizer import moment_warning
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.engines import build_strategy
 from fp8_suite.training.parallel.ranks import print_rank0
-from fp8_suite.training.parallel.settings import MODES
 from fp8_suite.training.parallel.strategies import Strategy
 
 
@@ -127,21 +126,11 @@ def _why_unpredicted(cfg: Config, model: ModelSpec, mode: str) -> str | None:
     if not model.is_known_family:
         return f"model type {model.family} is not covered"
     if not cfg.model.use_te and not compiles_layers(cfg, mode, on_gpu=True):
-        return "layers without torch.compile keep more activations than are counted"
+        return UNCOMPILED
     if (rule := sizes.why_unpredicted(cfg, mode)) is None:
         return None
     settings, reason = rule
     return f"{' '.join(as_flag(*setting) for setting in settings.items())}: {reason}"
-
-
-def compiles_layers(cfg: Config, mode: str, *, on_gpu: bool) -> bool:
-    """True if Hugging Face layers run under torch.compile. On by default on a GPU.
-
-    Off by default under DeepSpeed: its hooks on every module cause graph breaks.
-    """
-    if cfg.model.use_te or cfg.model.compile is not None:
-        return bool(cfg.model.compile)
-    return on_gpu and MODES[mode].engine != "zero"
 
 
 def check_recomputation(cfg: Config, strategy: Strategy) -> None:

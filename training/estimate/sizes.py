@@ -22,6 +22,7 @@ from fp8_suite.training.estimate.memory import fp8_copies, peak, resident_state
 from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.step_time import step_seconds
 from fp8_suite.training.optim.settings import DEFAULT_BATCH, OptimConfig
+from fp8_suite.training.parallel.settings import MODES
 
 # For CUDA, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fit into 150.1 GB, and the
 # largest underestimate of a recorded peak is 0.54 GB (`benchmarks.plan --check`).
@@ -29,6 +30,7 @@ RESERVED = 2e9
 HF_LEVELS = ("none", "mlp", "layer")  # levels of Hugging Face layers
 TIE = 1.001  # step times are as good as equal up to this ratio
 LARGEST_BATCH = 64  # sequences of a micro-batch that `auto` chooses
+UNCOMPILED = "layers without torch.compile keep more activations than are counted"
 SPLIT = ("batch_size", "gradient_accumulation_steps")  # settings that split the global batch
 
 # The global batch
@@ -228,6 +230,16 @@ def why_unpredicted(cfg: Config, mode: str) -> tuple[dict[str, Any], str] | None
         (mode == "deepspeed", {"sharding_mode": mode}, modes),
     ]
     return next(((settings, reason) for applies, settings, reason in rules if applies), None)
+
+
+def compiles_layers(cfg: Config, mode: str, *, on_gpu: bool) -> bool:
+    """True if Hugging Face layers run under torch.compile. On by default on a GPU.
+
+    Off by default under DeepSpeed: its hooks on every module cause graph breaks.
+    """
+    if cfg.model.use_te or cfg.model.compile is not None:
+        return bool(cfg.model.compile)
+    return on_gpu and MODES[mode].engine != "zero"
 
 
 def auto_settings(cfg: Config) -> list[str]:
