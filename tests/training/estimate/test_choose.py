@@ -7,7 +7,7 @@ import pytest
 import torch
 from fp8_suite.benchmarks.plan.inputs import read_model
 from fp8_suite.core.errors import UserError
-from fp8_suite.core.gpus import GPUS, REFERENCE_GPU
+from fp8_suite.core.gpus import GPUS
 from fp8_suite.te_models.spec import find_model
 from fp8_suite.training import prepare
 from fp8_suite.training.config import config_from_dict
@@ -33,30 +33,12 @@ def test_training_plans_with_the_size_of_its_model():
     sizing = chosen(3e9, batch_size="auto", recompute="auto", global_batch_size=48)
     size = read_model("tiny-qwen3").size
     assert sizing.chosen.model == size and sizing.chosen.gpus == 1 and sizing.fits
-    predicted = f"predicted {sizing.needed / 1e9:.1f} of 3.0 GB"
-    assert sizing.describe() == f"fit: --batch_size 48 x 1 micro-batch, --recompute layer; {predicted}"
-    with pytest.raises(UserError, match=r"--batch_size auto --recompute auto: even with 1 x 1024 tokens and"):
+    assert f"{sizing.needed / 1e9:.1f} of 3.0 GB" in sizing.describe()
+    assert sizing.gpu == advice.resized(sizing, {"moment_dtype": "fp8"}).gpu == GPUS["H200"]
+    with pytest.raises(UserError) as refused:
         chosen(2.1e9, batch_size="auto", recompute="auto", global_batch_size=48)
+    assert refused.value.flags == {"batch_size", "recompute"}
     assert not chosen(2.1e9, batch_size=48).fits, "what is given is not refused"
-
-
-@pytest.mark.parametrize(
-    ("name", "gpu"),
-    [
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 NVL", "H100 NVL"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("X", None),
-    ],
-)
-def test_training_chooses_for_the_speed_of_its_gpu(name, gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    settings = {"batch_size": "auto", "recompute": "auto", "global_batch_size": 48}
-    sizing = chosen(3e9, effective="bf16", mixed_precision="bf16", **settings)
-    assert sizing.gpu == (GPUS[gpu] if gpu else REFERENCE_GPU)
-    assert advice.resized(sizing, {"moment_dtype": "fp8"}).gpu == sizing.gpu
 
 
 @pytest.mark.parametrize("requested", ["mxfp8", "nvfp4"])
@@ -76,16 +58,17 @@ def test_training_plans_with_the_recipe_that_it_falls_back_to():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings",
     [
-        ({"precision_map": "layers.0=bf16"}, "--batch_size auto: .* is unknown, as --precision_map layers.0"),
-        ({"use_te": False, "compile": False}, "--batch_size auto: .* as layers without torch.compile keep"),
-        ({"te_backend": "emulated", "recompute": "auto"}, "--batch_size auto --recompute auto: .* --te_back"),
+        {"precision_map": "layers.0=bf16"},
+        {"use_te": False, "compile": False},
+        {"te_backend": "emulated", "recompute": "auto"},
     ],
 )
-def test_auto_is_refused_where_memory_is_unknown(settings, message):
-    with pytest.raises(UserError, match=message):
+def test_auto_is_refused_where_memory_is_unknown(settings):
+    with pytest.raises(UserError) as refused:
         chosen(3e9, **settings, **AUTO)
+    assert refused.value.flags == {"batch_size"} | settings.keys() & {"recompute"}
     known = {name: value for name, value in settings.items() if name != "recompute"}
     assert chosen(3e9, **known).predicted_gb is None
     only_evaluates = chosen(3e9, **settings, **AUTO, max_steps=0).chosen.cfg.optim

@@ -1,19 +1,14 @@
 """What follows from --global_batch_size, and the micro-batch and recomputation that `auto` chooses."""
 
-import itertools
 import math
 from dataclasses import replace
 
 import pytest
-from fp8_suite.benchmarks.plan.inputs import read_model
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.gpus import REFERENCE_GPU
-from fp8_suite.core.recipes import RECIPES, TE_RECIPES
-from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS
-from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate import sizes
-from fp8_suite.training.estimate.activations import kept_activations, recomputation_flops, stored_activations
+from fp8_suite.training.estimate.activations import recomputation_flops, stored_activations
 from fp8_suite.training.estimate.memory import peak
 from fp8_suite.training.estimate.sizes import Sizing, for_tensors, global_batch, with_sizes
 from fp8_suite.training.estimate.step_time import step_seconds
@@ -108,16 +103,6 @@ def test_a_batch_in_one_micro_batch_saves_the_sums_of_gradients():
     assert split(fitted(one.needed / 1e9 + 2.1, **settings, **AUTO)) == (2, 1)
 
 
-def test_the_choice_is_one_line_with_the_prediction():
-    sizing = fitted(150.1, 1.2, global_batch_size=64, **AUTO)
-    batch, accumulation = split(sizing)
-    gb = f"{sizing.needed / 1e9:.1f} of 150.1 GB"
-    assert sizing.describe() == f"fit: --batch_size {batch} x {accumulation} micro-batches; predicted {gb}"
-    assert batch > 1
-    unknown = sizes.unpredicted_sizes(sizing.requested, 1e12)
-    assert unknown.describe() == "fit: --batch_size 8 x 8 micro-batches" and unknown.fits
-
-
 # Recomputation
 
 
@@ -137,17 +122,6 @@ def test_recomputations_are_ordered_by_work_and_each_keeps_less(use_te, length):
         assert not any("cheap" in value or "full" in value for value in values)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_each_level_keeps_less_than_the_one_before(recipe):
-    use_te = recipe in TE_RECIPES
-    setup = setup_of(use_te=use_te, mixed_precision="fp8", fp8_scenario=recipe)
-    levels = RECOMPUTE_LEVELS if use_te else sizes.HF_LEVELS
-    for model in (name for name in PRESETS if name not in LOCAL_PRESETS):
-        sized = replace(setup, model=read_model(model).size)
-        kept = [kept_activations(sized, level) for level in levels]
-        assert all(more > less > 0 for more, less in itertools.pairwise(kept)), model
-
-
 def test_zero3_has_no_cheap_recomputation():
     setup = setup_of(mode="ds_zero3", gpus=8, recompute="auto")
     assert not any("cheap" in value for segment in sizes.recomputations(setup, 1) for value in segment)
@@ -161,15 +135,6 @@ def test_auto_recomputes_as_little_as_fits(gb):
     first = next((v for v in values if fitted(gb, **settings, recompute=v).fits), values[-1])
     assert sizing.chosen.cfg.model.recompute == first and split(sizing) == (2, 1)
     assert f", --recompute {first}; predicted" in sizing.describe()
-
-
-def test_a_larger_micro_batch_forces_no_recomputation():
-    """Without recomputation 1 x 8192 tokens fit, with it 8."""
-    settings = {"mode": "fsdp_grad", "gpus": 8, "mixed_precision": "fp8", "global_batch_size": 64}
-    sizing = fitted(120, **settings, batch_size="auto", recompute="auto")
-    assert (*split(sizing), sizing.chosen.cfg.model.recompute) == (1, 8, "none")
-    assert not fitted(120, **settings, batch_size=2).fits
-    assert fitted(120, **settings, batch_size=8, recompute="auto").fits
 
 
 @pytest.mark.parametrize(("mode", "gpus"), [("single", 1), ("ddp", 4), ("fsdp_full", 16), ("ds_zero2", 8)])
