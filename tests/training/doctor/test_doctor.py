@@ -4,8 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,55 +24,13 @@ def start(*arguments: str, options: tuple[str, ...] = ()) -> subprocess.Complete
 
 
 @pytest.fixture
-def smi(monkeypatch):
-    """Set what nvidia-smi prints."""
-    return lambda text: monkeypatch.setattr(checks, "output", lambda *command: text)
-
-
-@pytest.fixture
-def gpu(monkeypatch, smi, tmp_path) -> Path:
-    """A machine with an H200 and torch for CUDA 13, as far as the checks see; returns torch's cuDNN."""
-    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
-    answers = {"is_available": True, "device_count": 1, "get_device_properties": properties}
-    answers["mem_get_info"] = (149 * 10**9, 150 * 10**9)
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *a, answer=answer, **k: answer)
-    ones = torch.ones
-    monkeypatch.setattr(torch, "ones", lambda *a, **k: ones(*a))
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    smi(SMI)
-    map_cudnns(monkeypatch, tmp_path, tmp_path / "torch")
-    monkeypatch.setenv("CUDNN_HOME", "")  # what is set below is undone too
-    monkeypatch.delenv("CUDNN_HOME")
+def te_folder(monkeypatch, tmp_path) -> Iterator[Path]:
+    """Folder for a package transformer_engine.pytorch, on a machine with a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.syspath_prepend(tmp_path)
     te_runtime.load_error.cache_clear()
-    yield tmp_path / "torch"
+    yield tmp_path / "transformer_engine" / "pytorch"
     te_runtime.load_error.cache_clear()
-
-
-def map_cudnns(monkeypatch, tmp_path: Path, *folders: Path) -> None:
-    """Have the process's memory map show a cuDNN in each folder."""
-    files = [f"{folder}/libcudnn{part}.so.9" for folder in folders for part in ("", "_ops")]
-    lines = [f"7f0-7f1 r-xp 000 08:01 4242      {file}" for file in (*files, "/lib/libc.so.6")]
-    (tmp_path / "maps").write_text("\n".join([*lines, "7f4-7f5 rw-p 00 00:00 0"]))
-    monkeypatch.setattr(te_runtime, "MAPS", tmp_path / "maps")
-
-
-@pytest.fixture
-def install_te(monkeypatch, tmp_path):
-    """Install a Transformer Engine whose import runs this code."""
-
-    def install(code: str) -> None:
-        package = tmp_path / "te" / "transformer_engine" / "pytorch"
-        package.mkdir(parents=True)
-        (package.parent / "__init__.py").write_text("")
-        (package / "__init__.py").write_text(code)
-        monkeypatch.syspath_prepend(tmp_path / "te")
-        monkeypatch.setattr(checks, "version", {"transformer_engine": "2.20.2"}.get)
-        for name in ("transformer_engine", "transformer_engine.pytorch"):
-            monkeypatch.delitem(sys.modules, name, raising=False)
-
-    yield install
     for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
         del sys.modules[name]
 
@@ -143,11 +101,11 @@ def test_packages_that_are_too_old_are_a_fault(monkeypatch):
         ("Failed: Driver/library version mismatch", "13.0", "0", "", "fault", "sudo reboot"),
     ],
 )
-def test_the_reason_for_an_unusable_gpu_is_named(smi, monkeypatch, text, cuda, visible, error, status, cure):
+def test_the_reason_for_an_unusable_gpu_is_named(monkeypatch, text, cuda, visible, error, status, cure):
     def init():
         raise RuntimeError(error)
 
-    smi(text)
+    monkeypatch.setattr(checks, "output", lambda *command: text)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -156,10 +114,13 @@ def test_the_reason_for_an_unusable_gpu_is_named(smi, monkeypatch, text, cuda, v
     assert (finding.status, finding.cure) == (status, cure) and error in finding.text
 
 
-def test_transformer_engine_is_missing_broken_or_loads(gpu, install_te, monkeypatch):
+def test_transformer_engine_is_missing_broken_or_loads(te_folder, monkeypatch):
     missing, _ = checks.check_te()
     assert missing.status == "note" and missing.cure == checks.INSTALL_TE
-    install_te("import os\nif not os.environ.get('WORKS'): raise ImportError('x.so: undefined symbol')")
+    te_folder.mkdir(parents=True)
+    code = "import os\nif not os.environ.get('WORKS'): raise ImportError('x.so: undefined symbol')"
+    (te_folder / "__init__.py").write_text(code)
+    monkeypatch.setattr(checks, "version", {"transformer_engine": "2.20.2"}.get)
     te_runtime.load_error.cache_clear()
     broken, _ = checks.check_te()
     assert broken.status == "fault" and broken.text.endswith("does not load: x.so: undefined symbol")
@@ -167,12 +128,3 @@ def test_transformer_engine_is_missing_broken_or_loads(gpu, install_te, monkeypa
     monkeypatch.setenv("WORKS", "1")
     te_runtime.load_error.cache_clear()
     assert [finding.status for finding in checks.check_te()] == ["ok", "ok"]
-    assert os.environ["CUDNN_HOME"] == str(gpu)  # torch's cuDNN, unless the user chose another
-
-
-def test_two_mixed_cudnns_are_a_fault(gpu, monkeypatch, tmp_path):
-    map_cudnns(monkeypatch, tmp_path, gpu, tmp_path / "system")
-    *_, fault = checks.check_te()
-    assert fault.status == "fault" and fault.cure == f"export CUDNN_HOME={gpu}"
-    warning = te_runtime.unfused_warning(deterministic=True, flash_attention=True)
-    assert f"{gpu} and {tmp_path / 'system'}: set CUDNN_HOME" in warning

@@ -16,7 +16,7 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.training.tracking import display, tracker
 from fp8_suite.training.tracking.display import Display
 from fp8_suite.training.tracking.environment import describe_environment, git_state
-from fp8_suite.training.tracking.metrics import METRICS, RATES, perplexity, tail_mean
+from fp8_suite.training.tracking.metrics import perplexity, tail_mean
 from fp8_suite.training.tracking.settings import LogConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -117,10 +117,7 @@ def test_a_resume_that_fails_half_way_loses_no_line(logged, monkeypatch):
     [
         ([], 100, 10, 0),  # starts from another run's checkpoint
         ([0], 100, 10, 100),  # the file was deleted
-        ([0], 7, 10, 0),
-        ([0, *range(10, 101, 10)], 105, 10, 0),
         ([0, 10, 20, 30, 80, 90, 100], 100, 10, 40),
-        ([0, 10, 20, 30], 100, 10, 70),
         ([0, 100, 200], 250, 10, 0),  # earlier launches logged every 100 steps
         ([0, 510, 520], 520, 10, 0),  # resumed from another run's step 500
     ],
@@ -165,14 +162,12 @@ def test_a_full_disk_is_one_error_and_a_resume_has_complete_lines(tmp_path):
 # Metrics
 
 
-def test_perplexity_and_rates():
-    assert perplexity(2.0) == pytest.approx(7.389056)
-    assert perplexity(1000.0) == perplexity(math.inf) == math.inf
+def test_perplexity_of_large_losses():
+    assert perplexity(2.0) == pytest.approx(7.389056) and perplexity(1000.0) == math.inf
     assert math.isnan(perplexity(math.nan))
-    assert RATES and all(name.startswith("perf/") and METRICS[name].summary == "median" for name in RATES)
 
 
-@pytest.mark.parametrize(("count", "expected"), [(1, 1.0), (9, 9.0), (20, 19.5), (29, 28.5), (30, 29.0)])
+@pytest.mark.parametrize(("count", "expected"), [(1, 1.0), (20, 19.5), (29, 28.5), (30, 29.0)])
 def test_the_tail_mean_covers_the_last_tenth(count, expected):
     assert tail_mean([float(i) for i in range(1, count + 1)]) == expected
 
@@ -224,25 +219,22 @@ def test_the_environment_is_json_without_secrets(monkeypatch):
     assert facts["gpu_count"] == torch.cuda.device_count()
 
 
-def git(folder, *arguments):
-    author = ["-c", "user.name=Tester", "-c", "user.email=tester@example.com"]
-    subprocess.run(["git", *author, "-C", str(folder), *arguments], check=True, capture_output=True)
-
-
 def test_git_state_is_that_of_the_folder_s_own_repository(tmp_path):
-    root = tmp_path.resolve()
-    assert git_state(root) is None
-    git(root, "init")
-    (root / "file").write_text("1")
-    git(root, "add", "file")
-    git(root, "commit", "-m", "first")
-    (root / "untracked").write_text("")
-    state = git_state(root)
+    def git(*arguments):
+        author = ["-c", "user.name=Tester", "-c", "user.email=tester@example.com"]
+        subprocess.run(["git", *author, "-C", str(tmp_path), *arguments], check=True, capture_output=True)
+
+    (tmp_path / "file").write_text("1")
+    git("init")
+    git("add", "file")
+    git("commit", "-m", "first")
+    (tmp_path / "untracked").write_text("")
+    state = git_state(tmp_path.resolve())
     assert len(state["commit"]) == 40 and state["dirty"] is False
-    (root / "file").write_text("2")
-    assert git_state(root) == {"commit": state["commit"], "dirty": True}
-    (root / "inside").mkdir()
-    assert git_state(root / "inside") is None
+    (tmp_path / "file").write_text("2")
+    assert git_state(tmp_path.resolve()) == state | {"dirty": True}
+    (tmp_path / "inside").mkdir()
+    assert git_state(tmp_path.resolve() / "inside") is None
 
 
 # Progress

@@ -53,16 +53,7 @@ def test_a_resumed_run_continues_its_wandb_run_and_uploads_no_secrets(tmp_path, 
     files = sorted(path.name for path in folder.glob("wandb/offline-run-*/run-*.wandb"))
     assert files.count(f"run-{run_id}.wandb") == 3 and len(set(files)) == 2
     content = written_in(folder)
-    for text in (
-        "my-run",
-        "my-group",
-        "own-tag",
-        "fp8-tag",
-        "llm-fp8",
-        "train/step",
-        "train_loss",
-        "***@host",
-    ):
+    for text in ("my-run", "my-group", "own-tag", "fp8-tag", "train/step", "train_loss", "***@host"):
         assert text.encode() in content, text
     assert TOKEN.encode() not in content and KEY.encode() not in content
     assert "WARNING" not in capsys.readouterr().err
@@ -111,12 +102,7 @@ def log_one_step(folder, **settings):
 
 
 @pytest.mark.parametrize(
-    ("outage", "problem"),
-    [
-        ("refused", "does not respond (ConnectionError)"),
-        ("error", "fails (HTTP 503)"),
-        ("silence", "does not respond (ReadTimeout)"),
-    ],
+    ("outage", "problem"), [("refused", "ConnectionError"), ("error", "HTTP 503"), ("silence", "ReadTimeout")]
 )
 def test_an_unreachable_server_is_one_warning_and_the_run_is_logged_offline(
     outage, problem, tmp_path, monkeypatch, capsys, server
@@ -128,8 +114,7 @@ def test_an_unreachable_server_is_one_warning_and_the_run_is_logged_offline(
         monkeypatch.setattr(wandb_writer, "SERVER_SECONDS", 0.2)
     log_one_step(tmp_path)
     warning = capsys.readouterr().err
-    assert warning.count("WARNING") == 1
-    assert f"WARNING: W&B: {os.environ['WANDB_BASE_URL']} {problem}; logging offline to" in warning
+    assert warning.count("WARNING") == 1 and os.environ["WANDB_BASE_URL"] in warning and problem in warning
     wandb.teardown()  # waits for its service, which writes the file
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert b"train/loss" in file.read_bytes()
