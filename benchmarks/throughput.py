@@ -122,7 +122,7 @@ def run_repeats(settings: dict[str, Any], folder: Path, arguments: argparse.Name
 
 
 def refuse_machine(cfg: Config, *, profile: bool) -> None:
-    """Raise UserError if the run would be emulated, or profiled without a GPU."""
+    """Raise UserError if the run would be emulated, or profiled without a GPU; warn without one."""
     import torch  # slow to import
 
     if profile and not torch.cuda.is_available():
@@ -133,6 +133,8 @@ def refuse_machine(cfg: Config, *, profile: bool) -> None:
             "--te_backend emulated, or --use_te or --mixed_precision fp8 without a CUDA GPU: the run would "
             "be emulated and its speed meaningless; use a machine with a GPU"
         )
+    if not torch.cuda.is_available():
+        print("WARNING: no CUDA GPU, so no speed is reported; this only tests the program", file=sys.stderr)
 
 
 def write_text(path: Path, *, rows: int, tokens: int) -> None:

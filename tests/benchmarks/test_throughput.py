@@ -15,7 +15,9 @@ def test_synthetic_rows_are_full_and_flops_follow_the_formula(tmp_path, capsys):
     flags = "--model_name tiny-llama --max_seq_length 72 --batch_size 2 --gradient_accumulation_steps 2"
     flags += f" --num_workers 0 --num_proc 1 --steps 16 --output_dir {tmp_path}"
     assert main(shlex.split(flags)) == 0
-    assert "| run-1 " in capsys.readouterr().out and (tmp_path / "report.html").exists()
+    printed = capsys.readouterr()
+    assert "| run-1 " in printed.out and (tmp_path / "report.html").exists()
+    assert "no speed is reported" in printed.err
     run = read_run(tmp_path / "run-1")
     assert (run.value("steps"), run.logged("train/epoch")[-1]) == (16, (16, 1.0)), "no row is seen twice"
     layer = 2 * 256 * 4 * 64 + 2 * 256 * 2 * 64 + 3 * 256 * 512  # q and o, k and v, the MLP
