@@ -76,7 +76,6 @@ def test_model_with_own_code_is_built_counted_exported_and_generates(folder, tmp
         config=spec.config,
         tokenizer=tokenizer,
         generation_config=generation_config(spec, tokenizer, turn_end=None, own_tokenizer=True),
-        dtype=torch.float32,
         trust_remote_code=True,
         code_folder=spec.weights,
     )
@@ -84,7 +83,7 @@ def test_model_with_own_code_is_built_counted_exported_and_generates(folder, tmp
     loaded = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     assert type(loaded).__name__ == "OwnForCausalLM"
     for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, weights[name])
+        assert torch.equal(tensor, weights[name].bfloat16())
     assert "ANSWER" in generate_answers(out, [("one", "two")], tokenizer, CPU, trust_remote_code=True)
 
 
