@@ -45,7 +45,7 @@ class StepCosts:
 class RecipeSpec:
     """Properties of one recipe."""
 
-    # Settings that this recipe reads, of those that not all recipes read (`RECIPE_SETTINGS`).
+    # Recipe-specific settings that this recipe reads (`RECIPE_SETTINGS` has those of all recipes).
     settings: frozenset[str] = frozenset()
     # GEMM kernels need tokens of a micro-batch, and rows and columns of every weight, in these multiples.
     token_multiple: int = 16

@@ -53,11 +53,16 @@ class HFCausalLM(nn.Module):
     ):
         super().__init__()
         self.model = model
-        self.uses_all_parameters = self.plain_head = known_family
+        self.known_family = known_family
         self.fp8_lm_head = False
         # Reason that transformers' own attention runs; None if `packed_attention` runs.
         self.attention_fallback: str | None = None
         self._enable_recomputation(recompute, reentrant)
+
+    @property
+    def uses_all_parameters(self) -> bool:
+        """True if every parameter gets a gradient from any text."""
+        return self.known_family
 
     def _enable_recomputation(self, recompute: str, reentrant: bool) -> None:
         """Recompute whole layers (`layer`, `full`) or MLPs (`mlp`) through torch's checkpoint."""
@@ -65,7 +70,7 @@ class HFCausalLM(nn.Module):
 
         name, levels = type(self.model).__name__, recompute_levels(recompute, len(self.blocks))
         recomputes_all = [level in ("layer", "full") for level in levels]
-        if "mlp" in levels and not self.plain_head:
+        if "mlp" in levels and not self.known_family:
             raise bad_setting(f"the MLP of {name} is unknown; choose layer", recompute=recompute)
         if any(recomputes_all) and not self.model.supports_gradient_checkpointing:
             reason = f"{name} does not support activation checkpointing; drop it"
@@ -147,7 +152,7 @@ class HFCausalLM(nn.Module):
         if self.attention_fallback is None and several:
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # one graph for any number of samples
             inputs |= sequence_boundaries(cu_seqlens, max_seqlen)
-        if not self.plain_head:
+        if not self.known_family:
             output = self.model(**inputs)
             result = logits_cross_entropy(output.logits.flatten(0, 1), labels.flatten())
             return self._add_router_loss(result, output, labels) if self.training else result

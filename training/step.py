@@ -21,10 +21,10 @@ SIGNAL_CHECK_INTERVAL = 16  # evaluation batches between two all-reduces of the 
 class Stack:
     """Model, optimizer and what else a step computes with and changes.
 
-    `model(**batch.inputs)` returns (loss summed over label tokens, number of correct predictions).
+    `wrapped(**batch.inputs)` returns (loss summed over label tokens, number of correct predictions).
     """
 
-    model: nn.Module  # wrapped by the strategy
+    wrapped: nn.Module  # the model in its strategy's wrapper
     optimizer: torch.optim.Optimizer
     strategy: Strategy
     autocast: Callable[[], AbstractContextManager]
@@ -63,26 +63,27 @@ def train_step(
     learning_rate = stack.learning_rate(done)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    labels = sum(batch.label_tokens for batch in micro_batches)
-    tokens = strategy.sum(torch.full((), labels, device=strategy.device, dtype=torch.float32))
-    divisor = tokens.clamp(min=1)
+    local_label_tokens = sum(batch.label_tokens for batch in micro_batches)
+    count = torch.full((), local_label_tokens, device=strategy.device, dtype=torch.float32)
+    label_tokens = strategy.sum(count)
+    divisor = label_tokens.clamp(min=1)
     loss_sum = torch.zeros((), device=strategy.device)
     for i, batch in enumerate(micro_batches):
-        with strategy.accumulating(stack.model, first=i == 0, last=i == len(micro_batches) - 1):
+        with strategy.accumulating(stack.wrapped, first=i == 0, last=i == len(micro_batches) - 1):
             with stack.autocast():
-                loss, _ = stack.model(**batch.inputs)  # summed over this micro-batch's label tokens
+                micro_batch_loss, _ = stack.wrapped(**batch.inputs)  # summed over its label tokens
             # Backward stays outside autocast. Ranks average gradients; world_size undoes that.
-            strategy.backward(stack.model, loss * (strategy.world_size / divisor))
-        loss_sum += loss.detach()
+            strategy.backward(stack.wrapped, micro_batch_loss * (strategy.world_size / divisor))
+        loss_sum += micro_batch_loss.detach()
     stop = torch.full((), float(stop_requested()), device=strategy.device)
-    total, stop = strategy.sum(torch.stack([loss_sum, stop])).unbind()
-    mean = total / divisor
+    total_loss, stop = strategy.sum(torch.stack([loss_sum, stop])).unbind()
+    loss = total_loss / divisor
     stack.heartbeat(f"waiting for step {done + 1}")
-    usable = mean.isfinite() & (tokens > 0)
-    outcome = strategy.step(stack.model, optimizer, usable=usable, max_norm=max_grad_norm)
+    usable = loss.isfinite() & (label_tokens > 0)
+    outcome = strategy.step(stack.wrapped, optimizer, usable=usable, max_norm=max_grad_norm)
     flags = outcome.applied, stop, outcome.grad_norm  # offloading strategies have them on the CPU
     read_flags = copy_to_host_async(torch.stack([flag.to(strategy.device, torch.float32) for flag in flags]))
-    return StepResult(mean, outcome.grad_norm, learning_rate, read_flags)
+    return StepResult(loss, outcome.grad_norm, learning_rate, read_flags)
 
 
 def copy_to_host_async(values: Tensor) -> Callable[[], list[float]]:
@@ -109,7 +110,7 @@ def evaluate(
 
     None if a stop signal arrived during the evaluation. Collective.
     """
-    strategy, model = stack.strategy, stack.model
+    strategy, model = stack.strategy, stack.wrapped
     sums = torch.zeros(3, device=strategy.device, dtype=torch.float64)  # loss, correct, label tokens
     model.eval()
     on_device = (batch.to(strategy.device) for batch in batches)
@@ -129,11 +130,11 @@ def evaluate(
     model.train()
     if strategy.any(stop_requested()):
         return None
-    loss_sum, correct_sum, tokens = strategy.sum(sums).tolist()
-    loss = loss_sum / max(tokens, 1)
+    loss_sum, correct_sum, label_tokens = strategy.sum(sums).tolist()
+    loss = loss_sum / max(label_tokens, 1)
     return {
         "eval/loss": loss,
         "eval/perplexity": perplexity(loss),
-        "eval/token_accuracy": correct_sum / max(tokens, 1),
-        "eval/label_tokens": tokens,
+        "eval/token_accuracy": correct_sum / max(label_tokens, 1),
+        "eval/label_tokens": label_tokens,
     }

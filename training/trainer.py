@@ -69,16 +69,16 @@ class Trainer:
             return not self._any_stop()
         stopped = False
         try:
-            for window, waited in self._windows():
-                self._before_step(window)
+            for micro_batches, waited in self._steps():
+                self._before_step(micro_batches)
                 result = train_step(
                     self.stack,
-                    window,
+                    micro_batches,
                     done=self.progress.step,
                     max_grad_norm=self.cfg.optim.max_grad_norm,
                     stop_requested=lambda: self.stop.requested,
                 )
-                if stopped := self._after_step(window, waited, result):
+                if stopped := self._after_step(micro_batches, waited, result):
                     break
         except Stopped:
             self.loaders.train.load_state_dict(self._loader_state)
@@ -90,35 +90,35 @@ class Trainer:
             self._finish_stopped()
         return not stopped
 
-    def _windows(self) -> Iterator[tuple[list[Any], float]]:
+    def _steps(self) -> Iterator[tuple[list[Any], float]]:
         """Yield (micro-batches of a step, seconds waited for them) for all remaining steps.
 
-        The last window of an epoch may have fewer micro-batches.
+        The last step of an epoch may have fewer micro-batches.
         """
         while self.progress.step < self.total_steps:
             self.logs.meter.restart_clock()
             batches, began = iter(self.loaders.train), time.perf_counter()
-            while self.progress.step < self.total_steps and (window := self._next_window(batches)):
-                yield window, time.perf_counter() - began
+            while self.progress.step < self.total_steps and (micro_batches := self._load_step(batches)):
+                yield micro_batches, time.perf_counter() - began
                 began = time.perf_counter()
 
-    def _next_window(self, batches: Iterator[Any]) -> list[Any]:
+    def _load_step(self, batches: Iterator[Any]) -> list[Any]:
         """Return the next step's micro-batches on the device; none at the end of an epoch."""
         strategy, size = self.stack.strategy, self.cfg.optim.gradient_accumulation_steps
         self.stack.heartbeat(f"loading the data of step {self.progress.step + 1}")
         self._loader_state = self.loaders.train.state_dict()
-        window = self.stop.wait_for(
+        micro_batches = self.stop.wait_for(
             lambda: list(islice(batches, size)), interruptible=strategy.world_size == 1
         )
-        return [batch.to(strategy.device) for batch in window]
+        return [batch.to(strategy.device) for batch in micro_batches]
 
-    def _before_step(self, window: list[Any]) -> None:
+    def _before_step(self, micro_batches: list[Any]) -> None:
         step = self.progress.step + 1
         if step == self.first_step:
-            self._before_first_step(window[0])
+            self._before_first_step(micro_batches[0])
         self.hooks.before_step(step)
 
-    def _after_step(self, window: list[Any], waited: float, result: StepResult) -> bool:
+    def _after_step(self, micro_batches: list[Any], waited: float, result: StepResult) -> bool:
         """Do what is due after a step. True if any rank received a stop signal.
 
         The step's time excludes evaluation and saving.
@@ -132,13 +132,13 @@ class Trainer:
         saves = not last and _due(progress.step, cfg.checkpoint.save_interval)
         on_gpu = strategy.device.type == "cuda"
         self.guard.add(progress.step, result)
-        wait = log or evaluates or saves or not on_gpu
-        stop = self.guard.read(all_steps=wait)
-        if on_gpu and (log or evaluates or saves):
+        due = log or evaluates or saves
+        stop = self.guard.read(all_steps=due or not on_gpu)
+        if on_gpu and due:
             torch.cuda.synchronize(strategy.device)  # include the optimizer step in this interval
-        progress.train_seconds += self.logs.meter.end_step(window, 0.0 if first else waited)
+        progress.train_seconds += self.logs.meter.end_step(micro_batches, 0.0 if first else waited)
         for name in self._unsaved_counts:
-            self._unsaved_counts[name] += sum(getattr(batch, name) for batch in window)
+            self._unsaved_counts[name] += sum(getattr(batch, name) for batch in micro_batches)
         self.hooks.after_step(progress.step)
         if log:
             self._log(result)

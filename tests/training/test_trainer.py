@@ -170,7 +170,7 @@ def stopped(made) -> bool:
 
 
 def weight(made) -> torch.Tensor:
-    return made.stack.model.table.weight.detach().clone()
+    return made.stack.wrapped.table.weight.detach().clone()
 
 
 def clock(monkeypatch):
@@ -213,7 +213,7 @@ def test_any_split_into_micro_batches_gives_the_same_run(size):
     torch.testing.assert_close(weight(split), weight(unsplit), rtol=1e-5, atol=1e-6)
 
 
-def test_the_last_window_of_an_epoch_is_trained_on():
+def test_a_shorter_last_step_of_an_epoch_is_trained_on():
     """7 micro-batches at 3 a step: 3 steps an epoch, the third with one micro-batch."""
     data = rows(7)
     made, record = trainer([to_batch([r]) for r in data], total_steps=6, gradient_accumulation_steps=3)
@@ -230,7 +230,7 @@ def test_gradients_are_clipped_by_their_global_norm():
     loose, _ = trainer(total_steps=1, max_grad_norm=1e3)
     assert free.train() and clipped.train() and loose.train()
     assert record.series("train/grad_norm") == unclipped.series("train/grad_norm")
-    moment = clipped.stack.optimizer.state[clipped.stack.model.table.weight]["exp_avg"]
+    moment = clipped.stack.optimizer.state[clipped.stack.wrapped.table.weight]["exp_avg"]
     assert moment.norm().item() == pytest.approx(0.1 * 1e-3, rel=1e-4)  # 1 - beta1 is 0.1
     assert torch.equal(weight(loose), weight(free))
 
@@ -293,7 +293,7 @@ def add_infinity(model):
 )
 def test_loss_and_gradient_must_both_be_finite(spoil):
     made, _ = trainer(total_steps=1)
-    spoil(made.stack.model)
+    spoil(made.stack.wrapped)
     before = weight(made)
     with pytest.raises(NonFinite):
         made.train()
@@ -364,13 +364,13 @@ def test_evaluation_is_weighted_by_tokens():
     assert made.train()
     ids, labels = (torch.stack(t) for t in zip(*data, strict=True))
     with torch.no_grad():
-        logits = made.stack.model.table(ids)
+        logits = made.stack.wrapped.table(ids)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).item()
     accuracy = ((logits.argmax(-1) == labels) & (labels != -100)).sum() / (labels != -100).sum()
     assert record.series("eval/loss") == [pytest.approx(loss, rel=1e-6)]
     assert record.series("eval/perplexity") == [pytest.approx(math.exp(loss), rel=1e-5)]
     assert record.series("eval/token_accuracy") == [pytest.approx(accuracy.item())]
-    assert made.stack.model.training and torch.equal(before, weight(made))
+    assert made.stack.wrapped.training and torch.equal(before, weight(made))
 
 
 def test_evaluations_and_saves_happen_when_due_and_once_at_the_end():
@@ -424,9 +424,9 @@ def test_the_meter_by_hand():
     meter = Meter(SHAPE, 2, {"bf16": 2.0, "fp8": None}, full_rows=3)
     batch = Batch({"input_ids": torch.zeros(2, 8)}, 3, 10, 16, 100, [])
     for _ in range(2):  # the second reading starts from zero
-        for window, seconds, waited in (([batch], 1.0, 0.25), ([batch, batch], 3.0, 0.75)):
+        for micro_batches, seconds, waited in (([batch], 1.0, 0.25), ([batch, batch], 3.0, 0.75)):
             meter.clock = time.perf_counter() - seconds
-            meter.end_step(window, waited)
+            meter.end_step(micro_batches, waited)
         meter.seconds = 4.0
         tflops = model_flops(SHAPE, tokens=30, sum_squared_lengths=300) / 4 / 2 / 1e12
         expected = {

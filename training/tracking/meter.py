@@ -39,12 +39,12 @@ class Meter:
         """Exclude everything since the last step from training time."""
         self.clock = time.perf_counter()
 
-    def end_step(self, window: list[Any], waited: float) -> float:
+    def end_step(self, micro_batches: list[Any], waited: float) -> float:
         """Count a step's micro-batches and the time since the last step. Return that time in seconds."""
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         self.seconds, self.waited, self.steps = self.seconds + seconds, self.waited + waited, self.steps + 1
-        for batch in window:
+        for batch in micro_batches:
             for name in ("real_tokens", "label_tokens", "padded_tokens", "sum_squared_lengths"):
                 self.counts[name] = self.counts.get(name, 0) + getattr(batch, name)
             rows = len(batch.inputs["input_ids"]) if batch.real_tokens else 0  # 0: padding only

@@ -9,7 +9,10 @@ from typing import Literal, NamedTuple
 
 
 class Metric(NamedTuple):
-    """Label and format of a logged metric, and how reports reduce the log of a run without summary.json."""
+    """Label and format of a logged metric.
+
+    `summary` reduces the log for reports of runs without summary.json; `median` ones also go to summary.json.
+    """
 
     label: str
     format: str

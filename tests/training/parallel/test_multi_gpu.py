@@ -357,7 +357,7 @@ def spoil_two_steps(folder: Path, spoiled: int, rank: int) -> None:
         return out
 
     def save_weights(trainer):
-        model = getattr(trainer.stack.model, "module", trainer.stack.model)
+        model = getattr(trainer.stack.wrapped, "module", trainer.stack.wrapped)
         weights = {name: getattr(p, "full_tensor", p.detach)() for name, p in model.named_parameters()}
         torch.save(weights, folder / f"weights{rank}.pt")
         return results(trainer)

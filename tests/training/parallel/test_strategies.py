@@ -221,7 +221,7 @@ def sums_of_gemms(rank: int, mode: str, dtype: str, recompute: bool) -> None:
         for block in model.blocks:
             forward = block.forward
             block.forward = functools.partial(checkpoint, forward, use_reentrant=False)
-    for micro_batches in (3, 1, 2):  # the last window of an epoch may be shorter
+    for micro_batches in (3, 1, 2):  # the last step of an epoch may have fewer
         expected = {name: 0.0 for name, _ in plain.named_parameters()}
         for r in range(2):
             for x in batches_of(r, micro_batches):

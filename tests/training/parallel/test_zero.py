@@ -41,7 +41,7 @@ if installed and sys.argv[0] == "-c":  # in the server that ranks are forked fro
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MODES = tuple(CONFIGS)
 MAX_NORM = 0.5  # all steps are clipped
-MICRO_BATCHES = (2, 2, 1)  # of each rank, by step; an epoch's last window may be shorter
+MICRO_BATCHES = (2, 2, 1)  # of each rank, by step; an epoch's last step may have fewer
 RANKS = 2
 
 
