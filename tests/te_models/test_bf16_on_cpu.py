@@ -55,18 +55,3 @@ def test_writes_into_out(no_bf16_instructions):
     with bf16_on_cpu.fast_bf16():
         torch.mm(a, b, out=out[1:3])
     assert out.sum(1).tolist() == [0, 12, 12, 0]
-
-
-def test_ends_with_its_context_and_leaves_other_dtypes(no_bf16_instructions, monkeypatch):
-    a, widened = torch.ones(2, 2), []
-    monkeypatch.setattr(bf16_on_cpu, "_widen", lambda x: widened.append(x.dtype) or x.float())
-
-    def count(dtype):
-        widened.clear()
-        torch.mm(a.to(dtype), a.to(dtype))
-        return len(widened)
-
-    outside = count(torch.bfloat16)  # not 0 if this CPU has no BF16 instructions
-    with bf16_on_cpu.fast_bf16():
-        assert [count(dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)] == [2, 0, 0]
-    assert count(torch.bfloat16) == outside

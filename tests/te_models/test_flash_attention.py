@@ -46,15 +46,3 @@ def test_an_error_is_reported_with_its_reason():
         raise RuntimeError("no such kernel\nand more")
 
     assert "fails (no such kernel)" in self_test(spoil)
-
-
-def test_it_requires_hopper_the_package_and_a_supported_head_size(monkeypatch):
-    assert "Hopper" in flash_attention.why_not(128)  # no GPU here
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    assert "Hopper" in flash_attention.why_not(128)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert "not installed: pip install" in flash_attention.why_not(128)
-    monkeypatch.setattr(flash_attention, "installed", lambda: "4.0.0b29")
-    assert "head size 100" in flash_attention.why_not(100) and "head size 264" in flash_attention.why_not(264)
-    assert flash_attention.why_not(128) is None

