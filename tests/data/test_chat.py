@@ -11,7 +11,6 @@ from fp8_suite.data.chat import Encoder, turn_end
 from fp8_suite.data.demo import read_demo
 from fp8_suite.data.reading.rows import Status, judge
 from fp8_suite.data.tokenizer import CHATML, LLAMA3, MISTRAL, load_tokenizer
-from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -117,12 +116,6 @@ def test_family_template_matches_reference_text_and_all_answers_have_loss(
     assert with_loss(tokenizer, {"messages": CHAT}) == answers
 
 
-def test_mistral_template_refuses_unsupported_roles(mistral):
-    for messages in ([{"role": "tool", "content": "5"}, *CHAT], [CHAT[0], CHAT[2]]):
-        with pytest.raises(TemplateError, match="no place for role"):
-            encoder(mistral).renderer.samples(messages)
-
-
 def test_family_template_needs_its_markers(demo, tmp_path):
     demo.chat_template = None
     for family in ("qwen2", "gpt2"):
@@ -146,13 +139,9 @@ def test_exactly_one_bos_in_training_and_at_inference(demo, template, tmp_path):
     assert encode(loaded, {"messages": CHAT}) == encode(demo, {"messages": CHAT})
 
 
-@pytest.mark.parametrize("name", ["demo", "chatml", "mistral", "leaves BOS"])
-def test_prompt_tokens_match_inference(name, request, demo, tmp_path):
-    if name == "leaves BOS":
-        demo.chat_template = CHATML.text
-        tokenizer = reloaded(demo, tmp_path, "llama")
-    else:
-        tokenizer = request.getfixturevalue(name)
+@pytest.mark.parametrize("name", ["demo", "chatml", "mistral"])
+def test_prompt_tokens_match_inference(name, request):
+    tokenizer = request.getfixturevalue(name)
     [(ids, spans)] = encode(tokenizer, {"messages": CHAT[:3]})
     options = {"add_generation_prompt": True, "return_dict": False, "tokenize": True}
     at_inference = tokenizer.apply_chat_template(CHAT[:2], **options)
