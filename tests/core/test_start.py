@@ -44,15 +44,6 @@ def test_make_train_refuses_before_it_looks_for_a_gpu(variables, error):
     assert [line for line in done.stderr.splitlines()[1:] if not from_make.match(line)] == []
 
 
-def test_an_old_python_is_named(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
-    with pytest.raises(SystemExit, match=r"this is Python 3.9 \(.*\); use Python 3.10 or newer"):
-        from fp8_suite.core.packages import start_command
-
-        start_command()
-
-
 @pytest.mark.parametrize(
     ("command", "busy"),
     [
