@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from fp8_suite.data.collate import Sample, build_batch
 from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import ModelSpec, weight_source
@@ -82,27 +83,10 @@ def batch(
 ) -> dict:
     """Create rows of samples with these lengths; two of three tokens have labels, the last has none."""
     generator = torch.Generator().manual_seed(seed)
-    width = max(sum(row) for row in lengths)
-    ids = torch.zeros(len(lengths), width, dtype=torch.int64)
-    labels = torch.full_like(ids, -100)
-    positions = torch.arange(width).repeat(len(lengths), 1)
-    boundaries = [0]
-    for r, row in enumerate(lengths):
-        start = 0
-        for length in row:
-            tokens = torch.randint(0, vocab, (length,), generator=generator)
-            ids[r, start : start + length] = tokens
-            labels[r, start : start + length - 1] = tokens[1:]
-            labels[r, start : start + length : 3] = -100
-            if packed:
-                positions[r, start : start + length] = torch.arange(length)
-                boundaries.append(r * width + start + length)
-            start += length
-        if start < width and packed:
-            positions[r, start:] = torch.arange(width - start)
-            boundaries.append((r + 1) * width)
-    out = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    if packed:
-        out |= {"cu_seqlens": torch.tensor(boundaries, dtype=torch.int32)}
-    out = {name: tensor.to(device) for name, tensor in out.items()}
-    return out | ({"max_seqlen": width} if packed else {})
+
+    def sample(length: int) -> Sample:
+        ids = torch.randint(0, vocab, (length,), generator=generator)
+        return Sample(ids.int().numpy(), (torch.arange(length) % 3 != 1).numpy(), 0)
+
+    rows, width = [[sample(length) for length in row] for row in lengths], max(map(sum, lengths))
+    return build_batch(rows, width, pad_id=0, max_seqlen=width if packed else None).to(device).inputs

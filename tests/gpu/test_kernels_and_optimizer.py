@@ -44,22 +44,13 @@ def test_fused_cross_entropy_matches_float64(dtype, chunk_bytes, monkeypatch):
     assert abs(out.correct.item() - right) <= (0 if dtype == torch.float32 else 3)
 
 
-@pytest.mark.parametrize("device", [DEVICE, "cpu"])
-def test_the_first_of_equal_logits_is_the_prediction(device):
+def test_the_first_of_equal_logits_is_the_prediction():
     """A few percent of all tokens have equal largest logits in BF16."""
-    logits = torch.zeros(4, 20_000, device=device, dtype=torch.bfloat16)
+    logits = torch.zeros(4, 20_000, device=DEVICE, dtype=torch.bfloat16)
     logits[:, 3] = logits[:, 4] = logits[:, 19_000] = 5
-    labels = torch.tensor([3, 4, 19_000, -100], device=device)
+    labels = torch.tensor([3, 4, 19_000, -100], device=DEVICE)
     _, correct, _ = loss_module.softmax_cross_entropy(logits, labels, write_grad=True)
     assert correct == 1
-
-
-def test_a_batch_without_labels_gives_zero_loss_and_gradient():
-    hidden = torch.randn(16, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(1000, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    loss = linear_cross_entropy(hidden, weight, torch.full((16,), -100, device=DEVICE)).loss
-    loss.backward()
-    assert loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
 
 
 def gradients(step: int, columns: int = 257) -> torch.Tensor:

@@ -81,10 +81,6 @@ def test_label_gradients_match_the_cpu_and_are_deterministic(tokens, width, dtyp
         torch.testing.assert_close(mine, expected, rtol=close, atol=close)
 
 
-def test_the_self_test_passes():
-    assert loss_fp8.self_test() is None
-
-
 @pytest.mark.parametrize("tokens", [16, 300, 1024])
 @pytest.mark.parametrize("tokens_per_gemm", [8192, 256])
 def test_loss_and_gradients_match_the_cpu(tokens, tokens_per_gemm, monkeypatch):

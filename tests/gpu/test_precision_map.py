@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from fp8_suite.core.errors import UserError
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.precision import precision_map
@@ -117,15 +116,6 @@ def test_amaxes_are_reduced_once_per_step_and_direction(monkeypatch):
         reduced.clear()
         train_steps(resolve(**values), steps=2)
         assert reduced == [True, False] * 2, values
-
-
-def test_an_unusable_recipe_falls_back_or_stops():
-    if (reason := why_not("mxfp8")) is None:
-        pytest.skip("this GPU runs mxfp8")
-    resolved = resolve(fp8_scenario="current", precision_map="proj=mxfp8")
-    assert resolved.in_use == {"current", "delayed"} and reason in resolved.map_fallbacks["mxfp8"]
-    with pytest.raises(UserError, match=r"--precision_map \.\.\.=mxfp8 cannot run here"):
-        resolve(fp8_scenario="current", precision_map="proj=mxfp8", fp8_fallback="error")
 
 
 def test_a_run_with_delayed_scaling_only_in_the_map_resumes_exactly(tmp_path):

@@ -116,13 +116,6 @@ def test_mxfp8_on_hopper_falls_back_with_a_warning_or_stops(tmp_path):
     assert "This machine runs: delayed, current, block" in output and "Traceback" not in output
 
 
-@pytest.mark.parametrize("flags", ["--gradient_checkpointing", "--no_packing", "--fp8_scenario block"])
-def test_options_train(tmp_path, flags):
-    train(tmp_path / "run", f"{SMALL} --mixed_precision fp8 {flags} --no_export")
-    curve = losses(tmp_path / "run")
-    assert curve[12] < 0.8 * curve[1]
-
-
 @pytest.mark.parametrize("options", ["", "--no_deterministic --compile"], ids=["eager", "compiled"])
 def test_hugging_face_model_on_a_gpu_has_master_weights(tmp_path, options):
     flags = SMALL.replace("--use_te", "")

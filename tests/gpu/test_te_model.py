@@ -48,9 +48,6 @@ def compare_logits(model_spec, packed, monkeypatch, *, cosine) -> None:
     ).sum(-1)
     assert divergence.max() < 5e-3 and divergence.mean() < 1e-3
     found = F.cosine_similarity(logits, reference, dim=-1)
-    print(
-        f"loss {loss:.5f} and {reference_loss:.5f}, KL max {divergence.max():.2e}, cosine {found.min():.6f}"
-    )
     assert found.min() >= cosine
 
 
@@ -85,17 +82,7 @@ def test_gradients_of_families_match_hugging_face(family, tied, packed, tmp_path
     assert found.keys() == expected.keys()
     errors = {name: (found[name] - grad).norm() / grad.norm() for name, grad in expected.items()}
     worst = max(errors, key=errors.get)
-    print(f"{worst}: {errors[worst]:.3f}")
-    assert errors[worst] < 0.15, worst
-
-
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), *OTHERS])
-def test_both_forms_export_the_same_weights(family, tied, tmp_path):
-    model_spec = perturbed(spec(family=family, tied=tied, layers=2), tmp_path)
-    hf = dict(export_tensors(build(model_spec, use_te=False, packed=True)))
-    te = dict(export_tensors(build(model_spec, use_te=True, packed=True)))
-    assert te.keys() == hf.keys()
-    assert all(torch.equal(te[name], hf[name]) for name in hf)
+    assert errors[worst] < 0.15, (worst, errors[worst])
 
 
 def step(model, inputs, autocast):
@@ -159,12 +146,6 @@ def test_recipes_of_families_are_close_to_bf16(family, name, tmp_path):
     compare_with_bf16(perturbed(spec(family=family, layers=2), tmp_path), name, packed=True)
 
 
-def test_coverage_of_bf16_reports_no_fp8():
-    model = build(spec(), use_te=True, packed=True)
-    step(model, batch(PACKED, packed=True), bf16())
-    assert coverage(model, Precision("bf16", "bf16")).fp8_modules == 0
-
-
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 def test_fp8_gemms_run_on_the_gpu(name):
     """Check the profiler's kernels, since the coverage table only reads TE's flags."""
@@ -205,27 +186,6 @@ def test_packed_samples_do_not_see_each_other(name):
     with torch.no_grad(), bf16()():
         base = together(**dict(row, labels=labels)).loss
         assert together(**dict(changed, labels=labels)).loss == base
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [("llama", None), ("llama", "delayed"), ("llama", "current"), ("qwen2", "delayed"), ("qwen3", "current")],
-)
-def test_recomputation_gives_the_same_gradients(family, name):
-    autocast = fp8(name)[1] if name else bf16()
-    inputs = batch([[100, 156]] * 8, packed=True)
-    results = []
-    for recompute in (False, True):
-        model = build(
-            spec(family=family), use_te=True, packed=True, recompute="layer" if recompute else "none"
-        )
-        for _ in range(3):
-            loss, grads = step(model, inputs, autocast)
-        results.append((loss, grads))
-    (loss, grads), (again, regrads) = results
-    assert again == pytest.approx(loss, rel=1e-5)
-    for key, grad in grads.items():
-        assert (grad - regrads[key]).norm() / grad.norm() < 1e-2, key
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])

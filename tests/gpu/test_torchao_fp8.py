@@ -50,9 +50,6 @@ def test_a_recipe_runs_fp8_kernels_and_is_close_to_bf16(recipe):
         torch.cuda.synchronize()
     ran = [e for e in profile.events() if e.name == "aten::_scaled_mm" and e.device_time_total > 0]
     error = worst(grads, reference_grads)
-    print(
-        f"{recipe}: loss {loss:.4f} against {reference:.4f}, worst gradient {error:.3f}, {len(ran)} FP8 GEMMs"
-    )
     assert len(ran) == FP8_GEMMS[recipe] * 4 * 7
     assert abs(loss - reference) / reference < 0.01 and error < 0.35
     table = coverage(model, Precision(recipe, recipe))
@@ -73,24 +70,12 @@ def test_the_flash_kernel_matches_a_block_diagonal_mask(family):
         step(model, inputs)
         torch.cuda.synchronize()
     kernels = {e.name for e in profile.events() if "flash" in e.name.lower() or "fmha" in e.name.lower()}
-    print(family, sorted(kernels))
     assert kernels
     model.model.set_attn_implementation("sdpa")
     model.attention_fallback = "the mask, for comparison"
     masked_loss, masked_grads = step(model, inputs)
     assert loss == pytest.approx(masked_loss, rel=1e-3)
     assert worst(grads, masked_grads) < 0.05
-
-
-@pytest.mark.gpu
-def test_packed_samples_have_the_losses_of_unpacked_ones():
-    model = build(spec(), use_te=False, packed=True)
-    one = batch([[128], [128], [128], [128]], packed=False)
-    row = {"input_ids": one["input_ids"].view(1, -1), "labels": one["labels"].view(1, -1)}
-    row["position_ids"] = one["position_ids"].view(1, -1)
-    row |= {"cu_seqlens": torch.arange(0, 513, 128, dtype=torch.int32, device=DEVICE), "max_seqlen": 512}
-    (alone, alone_grads), (packed, grads) = step(model, one), step(model, row)
-    assert packed == pytest.approx(alone, rel=1e-3) and worst(grads, alone_grads) < 0.05
 
 
 @pytest.mark.gpu
@@ -106,7 +91,6 @@ def test_compiled_layers_share_a_graph_and_compute_the_same(recompute):
         inputs = batch(rows, packed=True)
         (reference, reference_grads), (loss, grads) = step(eager, inputs), step(compiled, inputs)
         error = worst(grads, reference_grads)
-        print(f"compiled, recompute={recompute}: {loss:.5f} against {reference:.5f}, gradients {error:.3f}")
         assert loss == pytest.approx(reference, rel=5e-3) and error < 0.3
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     torch._dynamo.reset()
