@@ -60,6 +60,13 @@ def running(command: Sequence[str] | str, **options: Any) -> Iterator[subprocess
                 time.sleep(0.01)
 
 
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def _processes_with(variable: str) -> list[int]:
     pids = []
     for file in Path("/proc").glob("[0-9]*/environ"):

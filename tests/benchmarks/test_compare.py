@@ -6,7 +6,6 @@ import re
 import shlex
 import signal
 import sys
-import time
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.core.files import to_json
 
 from tests.benchmarks.folders import launch_here
-from tests.children import running
+from tests.children import running, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,13 +33,6 @@ def losses(folder: Path) -> dict[int, float]:
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
-
-
-def wait_for(condition, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 HELD = """

@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,19 +20,12 @@ from fp8_suite.core.errors import EXIT_IN_USE, EXIT_INTERRUPTED, UserError
 from fp8_suite.training.config import config_from_dict, parse_config
 
 from tests.benchmarks.folders import write_run
-from tests.children import running
+from tests.children import running, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 CHOSEN, GLOBAL = {"batch_size": 2, "gradient_accumulation_steps": 8}, {"global_batch_size": 32}
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_no_variant_runs_in_another_recipe_than_its_own():

@@ -4,7 +4,6 @@ import shlex
 
 import pytest
 from fp8_suite.benchmarks import throughput
-from fp8_suite.benchmarks.records.launch import Outcome
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.throughput import main
 from fp8_suite.training import trainer
@@ -25,17 +24,6 @@ def test_synthetic_rows_are_full_and_flops_follow_the_formula(tmp_path, capsys):
     rate = run.summary["tokens_per_second"]
     assert rate == run.summary["padded_tokens_per_second"] > 0
     assert run.summary["model_tflops_per_gpu"] * 1e12 == pytest.approx(rate * per_token, rel=1e-9)
-
-
-def test_intervals_and_rows_follow_from_the_global_batch(tmp_path, monkeypatch):
-    started = []
-    monkeypatch.setattr(throughput, "launch", lambda cfg, **_: started.append(cfg) or Outcome(9, tmp_path))
-    monkeypatch.setattr(throughput, "write_text", lambda path, **sizes: started.append(sizes))
-    flags = f"--batch_size 2 --global_batch_size 32 --gpus 2 --repeats 3 --output_dir {tmp_path}"
-    assert main(shlex.split(flags)) == 9, "the exit code of the first run that fails"
-    sizes, cfg = started
-    assert (cfg.log.log_interval, cfg.optim.gradient_accumulation_steps) == (1, None)
-    assert sizes["rows"] == 32 * cfg.optim.max_steps
 
 
 @pytest.mark.parametrize(
