@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ class KernelInputs(NamedTuple):
 class OptionalKernel:
     """A kernel with its condition, self-test, on and off switches, and fallback."""
 
-    name: str  # field of `Kernels`
+    name: str  # field of `Kernels` if builders select it; its flag if it has no fallback
     applies: Callable[[KernelInputs], bool]
     self_test: Callable[..., str | None]  # compares with the library; a problem, or None
     fallback: str | None  # warning if the self-test fails; None: there is no fallback, raise an error
@@ -80,7 +80,7 @@ KERNELS = (
     OptionalKernel(
         "fp8_lm_head",
         applies=lambda run: run.cfg.precision.fp8_lm_head and run.device.type == "cuda",
-        self_test=lambda: loss_fp8.self_test(),
+        self_test=loss_fp8.self_test,
         fallback=None,
     ),
     OptionalKernel(
@@ -95,7 +95,7 @@ KERNELS = (
     OptionalKernel(
         "qkv_rope",
         applies=lambda run: run.native,
-        self_test=lambda *heads: rope.self_test(*heads),
+        self_test=rope.self_test,
         arguments=lambda run: run.heads,
         fallback="TE splits queries, keys and values and applies RoPE in separate passes",
     ),
@@ -103,21 +103,23 @@ KERNELS = (
         "swiglu",
         # On other GPUs and with other recipes TE's own kernels are as fast.
         applies=lambda run: run.native and "delayed" in run.precision.in_use and on_hopper(),
-        self_test=lambda: fused_swiglu.self_test(),
+        self_test=fused_swiglu.self_test,
         fallback="SwiGLU is not fused with its FP8 casts",
         on=lambda run: fused_swiglu.enabled(),
     ),
 )
 
 
-def enable_kernels(run: KernelInputs, cleanup: ExitStack) -> Kernels:
+def enable_kernels(
+    run: KernelInputs, cleanup: ExitStack, kernels: Iterable[OptionalKernel] = KERNELS
+) -> Kernels:
     """Self-test the kernels that apply and enable those that pass on every rank. Collective.
 
     A kernel that fails falls back to the library's, with a warning. UserError if it has no fallback.
     `cleanup` restores the libraries.
     """
-    used = {}
-    for kernel in KERNELS:
+    enabled = set()
+    for kernel in kernels:
         results = ranks.run_on_all_ranks(lambda kernel=kernel: _test(kernel, run))
         problem = next(filter(None, (problem for _, problem in results)), None)
         if problem and kernel.fallback is None:
@@ -125,9 +127,10 @@ def enable_kernels(run: KernelInputs, cleanup: ExitStack) -> Kernels:
             raise bad_setting(reason, **{kernel.name: True})
         if problem:
             print_rank0(f"WARNING: {kernel.fallback}: {problem}")
-        used[kernel.name] = all(applies for applies, _ in results) and problem is None
-        cleanup.enter_context(kernel.on(run) if used[kernel.name] else kernel.off(run))
-    return Kernels(**used)
+        if used := all(applies for applies, _ in results) and problem is None:
+            enabled.add(kernel.name)
+        cleanup.enter_context(kernel.on(run) if used else kernel.off(run))
+    return Kernels(flash_attention="flash_attention" in enabled, qkv_rope="qkv_rope" in enabled)
 
 
 def _test(kernel: OptionalKernel, run: KernelInputs) -> tuple[bool, str | None]:

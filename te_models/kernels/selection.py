@@ -18,12 +18,10 @@ from fp8_suite.core.errors import first_line
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels used by a run; each passed its self-test on every rank. Fields: `training.kernels.KERNELS`."""
+    """Kernels that the builder of a model selects; each passed its self-test on every rank."""
 
     flash_attention: bool = False  # FlashAttention 4, see `flash_attention`
-    fp8_lm_head: bool = False  # see `loss_fp8`
     qkv_rope: bool = False  # QKV split and RoPE in one pass, see `rope`
-    swiglu: bool = False  # SwiGLU fused with its FP8 casts, see `fused_swiglu`
 
 
 DEFAULT_KERNELS = Kernels(qkv_rope=True)  # used without a selection; patches no library
