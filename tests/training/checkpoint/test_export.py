@@ -12,11 +12,7 @@ from fp8_suite.data.tokenizer import load_tokenizer
 from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.checkpoint import export
 from fp8_suite.training.checkpoint.export import check_export, export_hf
-from fp8_suite.training.checkpoint.generate import (
-    TOKENIZER_SAMPLE,
-    generation_config,
-    tokenizer_round_trips,
-)
+from fp8_suite.training.checkpoint.generate import TOKENIZER_SAMPLE, generation_config, tokenizer_round_trips
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError
-from fp8_suite.core.files import publish
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.manifest import DamagedCheckpoint
 from fp8_suite.training.checkpoint.resume import eval_losses
@@ -287,16 +286,6 @@ def test_a_lower_keep_last_frees_space_before_the_next_save(tmp_path):
     with pytest.raises(UserError, match="cannot write this checkpoint"), disk_that_takes(450):
         checkpoints.save(4, filled(4), {})
     assert on_disk(checkpoints) == [3]
-
-
-def test_an_interrupted_replacement_is_undone(tmp_path):
-    checkpoints = save_steps(tmp_path, 1)
-    (tmp_path / "step_000001").rename(tmp_path / ".step_000001.replaced")
-    checkpoints.save(2, filled(2), {})
-    assert on_disk(checkpoints) == [1, 2] and holds(checkpoints, tmp_path / "step_000001", 1)
-    with pytest.raises(FileNotFoundError):
-        publish(tmp_path / "not written", tmp_path / "step_000001")
-    assert holds(checkpoints, tmp_path / "step_000001", 1)
 
 
 def save_and_die(folder: Path, step: int, left: int) -> None:

@@ -9,12 +9,7 @@ from fp8_suite.training.optim.optimizer import (
     build_optimizer,
     choose_optimizer,
     moment_warning,
-    optimizer_state,
-    optimizer_steps,
     parameter_groups,
-    set_optimizer_steps,
-    state_of,
-    step_if,
 )
 from fp8_suite.training.optim.settings import OptimConfig
 
@@ -108,35 +103,3 @@ def test_every_setting_reaches_the_optimizer_and_only_matrices_decay():
     assert matrices["params"] == [model[0].weight]
     assert vectors["params"] == [model[0].bias, model[1].weight, model[1].bias]
     assert len(parameter_groups([model[0].weight], 0.1)) == 1, "no empty group"
-
-
-@pytest.fixture
-def linear():
-    model = torch.nn.Linear(4, 3)
-    return model, build_optimizer(model, OptimConfig(), spec_of({}, **CPU))
-
-
-def test_state_is_allocated_before_the_first_step_live_and_restorable(linear):
-    model, optimizer = linear
-    state = optimizer_state(optimizer, model)
-    assert set(state) == {f"{p}.{s}" for p in ("weight", "bias") for s in ("exp_avg", "exp_avg_sq")}
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    assert optimizer_steps(optimizer) == 1 and state["weight.exp_avg"].any()
-    assert state["weight.exp_avg"] is state_of(optimizer, model.weight)["exp_avg"]
-    set_optimizer_steps(optimizer, 7)
-    optimizer.step()
-    assert optimizer_steps(optimizer) == 8
-
-
-@pytest.mark.parametrize("apply", [True, False])
-def test_a_step_uses_gradients_times_the_scale_or_is_skipped(linear, apply):
-    model, optimizer = linear
-    before = model.weight.detach().clone()
-    gradients = [torch.ones_like(parameter) for parameter in model.parameters()]
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        parameter.grad = gradient
-    step_if(optimizer, apply=torch.tensor(apply), scale=torch.tensor(0.25))
-    moment = optimizer_state(optimizer, model)["weight.exp_avg"]
-    torch.testing.assert_close(moment, torch.full((3, 4), 0.1 * 0.25 * apply))
-    assert torch.equal(model.weight, before) != apply

@@ -334,12 +334,7 @@ def uneven_models(rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "work",
-    [
-        collectives_of_a_step,
-        every_dtype_has_an_effect,
-        groups_of_one_rank_send_nothing_in_fp8,
-        uneven_models,
-    ],
+    [collectives_of_a_step, every_dtype_has_an_effect, groups_of_one_rank_send_nothing_in_fp8, uneven_models],
 )
 def test_on_two_ranks(work, tmp_path):
     run_ranks(work, tmp_path)

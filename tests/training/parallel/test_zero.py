@@ -24,7 +24,6 @@ from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.parallel.settings import ShardingConfig
 from fp8_suite.training.parallel.zero import Zero
 from fp8_suite.training.parallel.zero_settings import CONFIGS, merge_settings
-from fp8_suite.training.precision.settings import PrecisionConfig
 from torch import Tensor, nn
 
 from tests import children
@@ -397,6 +396,7 @@ def test_a_checkpoint_resumes_in_another_mode_and_world(tmp_path):
 
 # Settings
 
+ZERO = "zero_optimization"
 CFG = Config(optim=OptimConfig(batch_size=4, gradient_accumulation_steps=3, max_grad_norm=0.5))
 
 
@@ -409,47 +409,24 @@ def merge(folder: Path, **settings):
 
 @needs_deepspeed
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_file_of_a_mode_sets_how_to_shard_and_flags_the_rest(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_file_of_a_mode_sets_how_to_shard_and_flags_the_rest(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
     settings = merge_settings(CONFIGS[name], CFG, 2)
-    file = json.loads((ROOT / CONFIGS[name]).read_text())
-    assert file == {"zero_optimization": settings["zero_optimization"]}
-    expected = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 3,
-        "train_batch_size": 24,
-        "gradient_clipping": 0.5,
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},
-    }
-    assert expected.items() <= settings.items() and settings["bf16"]["enabled"]
-    fp32 = replace(CFG, precision=PrecisionConfig(mixed_precision="fp32"))
-    assert not merge_settings(CONFIGS[name], fp32, 2)["bf16"]["enabled"]
+    assert json.loads(Path(CONFIGS[name]).read_text()) == {ZERO: settings[ZERO]}
+    assert settings["train_batch_size"] == 24 and settings["communication_data_type"] == "fp32"
     low = replace(CFG, sharding=ShardingConfig(grad_reduce_dtype="bf16"))
     assert merge_settings(CONFIGS[name], low, 2)["communication_data_type"] == "bf16"
 
 
 @needs_deepspeed
 def test_values_that_agree_with_the_flags_are_accepted(tmp_path):
-    settings = merge(
-        tmp_path,
-        zero_optimization={"stage": 3, "reduce_bucket_size": "auto", "overlap_comm": True},
-        train_batch_size="auto",
-        gradient_accumulation_steps=3,
-        gradient_clipping=0.5,
-        bf16={"enabled": "auto"},
-        fp16={"enabled": "auto", "loss_scale": 0},
-        tensorboard={"enabled": False},
-        wall_clock_breakdown=True,
-    )
-    assert settings["zero_optimization"] == {"stage": 3, "overlap_comm": True}
-    assert settings["wall_clock_breakdown"] and settings["bf16"]["enabled"]
+    zero = {"stage": 3, "overlap_comm": True}
+    agreeing = {"train_batch_size": "auto", "gradient_accumulation_steps": 3, "bf16": {"enabled": "auto"}}
+    off = {"fp16": {"enabled": "auto", "loss_scale": 0}, "tensorboard": {"enabled": False}}
+    more = {ZERO: zero | {"reduce_bucket_size": "auto"}, "wall_clock_breakdown": True}
+    settings = merge(tmp_path, **agreeing, **off, **more)
+    assert settings[ZERO] == zero and settings["wall_clock_breakdown"] and settings["bf16"]["enabled"]
     assert not settings.keys() & {"fp16", "tensorboard", "optimizer", "scheduler"}
-
-
-ZERO = "zero_optimization"
 
 
 @needs_deepspeed

@@ -12,13 +12,7 @@ from fp8_suite.training.observers import Observers
 from fp8_suite.training.run import main
 from fp8_suite.training.tracking import profiling
 from fp8_suite.training.tracking.meter import Meter
-from fp8_suite.training.tracking.profiling import (
-    IDLE,
-    KernelLaunch,
-    breakdown,
-    kind_of,
-    profiled_steps,
-)
+from fp8_suite.training.tracking.profiling import IDLE, KernelLaunch, breakdown, kind_of, profiled_steps
 
 NAMES = {  # several kinds' words are in these
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128": "attention",
