@@ -66,16 +66,6 @@ def test_a_repeated_rollback_resumes_from_what_was_saved_since(tmp_path, damaged
     assert resolve_resume(str(path), checkpoints) == tmp_path / f"step_{expected:06}"
 
 
-def test_another_run_s_checkpoint_is_refused_in_a_folder_that_started_elsewhere(tmp_path):
-    first, second = (save_steps(tmp_path / name / "checkpoints", 2) for name in ("first", "own"))
-    config = tmp_path / "own" / "settings.json"
-    config.write_text(json.dumps({"resume": str(tmp_path / "first")}))
-    assert resolve_resume(str(tmp_path / "first"), second) == second.latest()
-    config.write_text(json.dumps({"resume": "auto"}))
-    with pytest.raises(UserError, match="holds a run that started elsewhere and has step_000002"):
-        resolve_resume(str(first.latest()), second)
-
-
 def test_only_a_rollback_in_the_run_s_own_folder_is_recorded(tmp_path):
     source = save_steps(tmp_path / "other", 2)
     checkpoints_here = Checkpoints(tmp_path / "own", keep_last=2)

@@ -32,15 +32,12 @@ def split(sizing: Sizing) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("settings", "ranks", "expected"),
     [
-        ({}, 4, (8, 1)),
         ({"batch_size": 2, "gradient_accumulation_steps": 3}, 4, (2, 3)),
         ({"batch_size": 2, "global_batch_size": 48}, 4, (2, 6)),
         ({"batch_size": 2, "global_batch_size": 48, "gradient_accumulation_steps": 6}, 4, (2, 6)),
         ({"global_batch_size": 48, "gradient_accumulation_steps": 4} | AUTO, 4, (3, 4)),
         ({"global_batch_size": 48} | AUTO, 4, (6, 2)),  # without a GPU: a divisor of 12, at most the default
         ({"global_batch_size": 1024} | AUTO, 4, (8, 32)),
-        ({"global_batch_size": 68} | AUTO, 4, (1, 17)),
-        (AUTO, 4, (8, 1)),
         ({"gradient_accumulation_steps": 3} | AUTO, 4, (8, 3)),
     ],
 )

@@ -86,23 +86,6 @@ def test_fp8_parameters_are_quantized_from_the_weights_of_a_run_without(chunk, o
         assert torch.equal(model[name].detach(), values), name
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_state_moves_to_and_from_host_memory_between_steps(first):
-    """As at a resume."""
-    uninterrupted = build(offloaded=False)
-    train(*uninterrupted, range(5))
-    start, end = build(offloaded=first), build(offloaded=not first)
-    train(*start, range(3))
-    state = optimizer_state(end[1], end[0])
-    with torch.no_grad():
-        end[0].load_state_dict(start[0].state_dict())
-        for name, tensor in optimizer_state(start[1], start[0]).items():
-            state[name].copy_(tensor)
-    end[1].steps.copy_(start[1].steps)
-    train(*end, range(3, 5))
-    assert same_bits(values(*uninterrupted), values(*end))
-
-
 class Streams:
     """Streams and events with the semantics of CUDA's. Work runs later, in a random permitted order."""
 

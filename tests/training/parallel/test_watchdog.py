@@ -24,9 +24,8 @@ def beats(**changes: dict) -> dict[int, Heartbeat]:
 
 
 LOADING = {"progress": 19, "doing": "loading the data of step 7", "seconds": 61.0}
-LAST = {f"rank{rank}": {"doing": PAUSED, "seconds": 0.0} for rank in (0, 1, 3)} | {
-    "rank2": {"doing": "exporting"}
-}
+LAST = {f"rank{rank}": {"doing": PAUSED, "seconds": 0.0} for rank in (0, 1, 3)}
+LAST["rank2"] = {"doing": "exporting"}
 
 
 @pytest.mark.parametrize(
@@ -56,10 +55,7 @@ def one(monkeypatch):
 
 def test_a_rank_that_progresses_while_it_compares_the_others_is_not_stalled(one, monkeypatch):
     one._clock += 7.0
-    assert one._stalled() == (
-        "--timeout_minutes 0.1: no progress for 6 s; no rank is behind: rank 0 "
-        f"({ranks.platform.node()}) has been computing step 1 for 7 s. {RESUME_HINT}"
-    )
+    assert "no rank is behind: rank 0" in one._stalled()
     monkeypatch.setattr(one._closed, "wait", lambda interval: one.beat("computing step 2"))
     assert one._stalled() is None
 
@@ -82,6 +78,16 @@ def test_ranks_that_fell_silent_are_named_when_a_collective_fails(one, monkeypat
     assert one.lost_ranks() is None
     monkeypatch.setattr(one._closed, "wait", lambda interval: None)
     assert one.lost_ranks() and one.fail() and one.lost_ranks() is None and not one.fail()
+
+
+def test_time_in_which_the_process_was_suspended_does_not_count(one, monkeypatch):
+    """A suspended process receives no heartbeats, and the other ranks may have been suspended too."""
+    now = one._updated
+    for later, counted in ((0.6, 0.6), (100.0, 5 * one.interval)):
+        before, now = one._clock, now + later
+        monkeypatch.setattr(watchdog_module.time, "monotonic", lambda now=now: now)
+        one._wait()
+        assert one._clock - before == pytest.approx(counted)
 
 
 SERVER = """
