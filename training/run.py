@@ -3,45 +3,36 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from fp8_suite.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
+from fp8_suite.core.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from fp8_suite.data.build import Loaders
-from fp8_suite.data.chat import turn_end
-from fp8_suite.te_models.build import export_tensors
 from fp8_suite.te_models.kernels.bf16_on_cpu import fast_bf16
 from fp8_suite.training.assembly import Assembly, assemble
-from fp8_suite.training.checkpoint.export import export_hf
-from fp8_suite.training.checkpoint.generate import generate_answers, generation_config, tokenizer_round_trips
-from fp8_suite.training.checkpoint.progress import Progress, WallTime
-from fp8_suite.training.checkpoint.resume import eval_losses, forget_evaluations, roll_back
-from fp8_suite.training.checkpoint.run_folder import SAMPLES_FILE, discarded_if_refused, train_losses
-from fp8_suite.training.checkpoint.state import CheckpointSaver, RunState, restore_run
-from fp8_suite.training.config import Config, all_settings, changed_settings, parse_config
+from fp8_suite.training.checkpoint.progress import WallTime
+from fp8_suite.training.checkpoint.run_folder import discarded_if_refused
+from fp8_suite.training.checkpoint.state import CheckpointSaver, RunState
+from fp8_suite.training.config import Config, parse_config
+from fp8_suite.training.finish import export, generate_samples, summarize
 from fp8_suite.training.observers import Observers, open_environment, open_logs
-from fp8_suite.training.optim import moments
-from fp8_suite.training.optim import optimizer as optim
-from fp8_suite.training.optim.adamw import local
 from fp8_suite.training.optim.schedule import learning_rate
 from fp8_suite.training.outcome import ignore_broken_pipes, report_failure
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.watchdog import Watchdog
-from fp8_suite.training.precision.scaling import DelayedScalingState, Scaling
+from fp8_suite.training.precision.scaling import Scaling
 from fp8_suite.training.prepare import PreparedRun, prepare
+from fp8_suite.training.restore import restore
 from fp8_suite.training.step import Stack
 from fp8_suite.training.tracking import profiling
-from fp8_suite.training.tracking.metrics import tail_mean
 from fp8_suite.training.tracking.tracker import replaces_finished_run
 from fp8_suite.training.trainer import Trainer
 
@@ -81,7 +72,7 @@ def main(
         try:
             if code == 0 and on_rank0:  # after the other ranks have released their GPUs
                 signals.close()
-                _generate_samples(prepared, loaders.eval_prompts)
+                generate_samples(prepared, loaders.eval_prompts)
         finally:
             if on_rank0:
                 print(f"run folder: {prepared.folder}", flush=True)
@@ -136,7 +127,7 @@ def run(prepared: PreparedRun, loaders: Loaders, cleanup: ExitStack, signals: Ex
     return code
 
 
-# Build and restore
+# Start
 
 
 def _seed(seed: int, *, deterministic: bool) -> None:
@@ -163,65 +154,6 @@ def _report_model(prepared: PreparedRun, assembly: Assembly) -> None:
         f"{resolved.model.name}: {assembly.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"
     )
     print_rank0(f"precision {resolved.precision.describe()}; {prepared.sizing.chosen.optimizer.describe()}")
-
-
-def restore(prepared: PreparedRun, loaders: Loaders, assembly: Assembly) -> tuple[RunState, Scaling, bool]:
-    """Restore the checkpoint, if any. Return (state, FP8 scaling, True if its step has an eval loss)."""
-    state = RunState(
-        cfg=prepared.cfg,
-        precision=prepared.resolved.precision,
-        model=assembly.model,
-        optimizer=assembly.optimizer,
-        strategy=prepared.strategy,
-        loader=loaders.train,
-        progress=Progress(),
-        total_steps=prepared.total_steps,
-        evaluation=loaders.eval_fingerprint,
-    )
-    saved, evaluated = {}, False
-    if prepared.resume:
-        prepared.watchdog.starting("restoring the checkpoint")
-        saved = restore_run(prepared.checkpoints, prepared.resume, state)
-        evaluated = _restore_evaluations(prepared, loaders.eval_fingerprint, state.progress)
-        if not _same_training_config(prepared):
-            state.progress.rates = {}
-        if prepared.resume.rollback and state.progress.step < prepared.total_steps:
-            ranks.run_on_rank0(lambda: roll_back(prepared.checkpoints, prepared.resume.path))
-        print_rank0(f"resumed from {prepared.resume.path} at step {state.progress.step}")
-    scaling = Scaling()
-    if prepared.resolved.precision.needs_calibration:
-        scaling = DelayedScalingState(
-            model=assembly.model,
-            wrapped=assembly.wrapped,
-            optimizer=assembly.optimizer,
-            strategy=prepared.strategy,
-            autocast=assembly.autocast,
-            micro_batches=prepared.cfg.optim.gradient_accumulation_steps,
-            saved=saved,
-        )
-    return state, scaling, evaluated
-
-
-def _restore_evaluations(prepared: PreparedRun, fingerprint: str | None, progress: Progress) -> bool:
-    """Restore the best eval loss. True if the restored step has an eval loss on the same data."""
-    losses: dict[int, float] = {}
-    if prepared.resume.meta.get("evaluation", fingerprint) != fingerprint:
-        print_rank0("WARNING: the evaluation data has changed; earlier evaluations are discarded")
-        progress.best_eval_loss = None
-        ranks.run_on_rank0(lambda: forget_evaluations(prepared.checkpoints))
-    else:
-        losses = ranks.run_on_rank0(lambda: eval_losses(prepared.resume.path))
-    candidates = [loss for loss in (progress.best_eval_loss, *losses.values()) if loss is not None]
-    progress.best_eval_loss = min(filter(math.isfinite, candidates), default=None)
-    return progress.step in losses
-
-
-def _same_training_config(prepared: PreparedRun) -> bool:
-    """True if settings and world size match the checkpoint, so its throughput is still valid."""
-    meta = prepared.resume.meta
-    ignored = [name for name, (section, *_) in all_settings().items() if section in ("checkpoint", "log")]
-    same = not changed_settings(meta["config"], prepared.cfg, ignore=ignored)
-    return same and meta["world_size"] == prepared.strategy.world_size
 
 
 # The loop
@@ -276,98 +208,3 @@ def open_loop(
     )
     wall_time.count()
     return Trainer(cfg, stack, loaders, logs, saver, progress, observers), observers
-
-
-# Export and summary
-
-
-def export(prepared: PreparedRun, assembly: Assembly) -> None:
-    """Export the model in Hugging Face format; FP8 weights as BF16. Collective."""
-    strategy, watchdog = prepared.strategy, prepared.watchdog
-    watchdog.beat("exporting")
-    strategy.reshard(assembly.model)
-
-    def gather(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        watchdog.beat("exporting")
-        weights = []
-        for parameter in parameters:
-            weight = optim.weight_of(assembly.optimizer, parameter)
-            if weight is not parameter:  # may be in host memory, where NCCL cannot gather
-                weight = moments.with_layout(local(weight).to(strategy.device), weight)
-            weights.append(weight)
-        return strategy.gather(weights)
-
-    def write(tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
-        spec, tokenizer = prepared.resolved.model, prepared.tokenizer
-        folder = export_hf(
-            prepared.folder / "export",
-            tensors,
-            config=spec.config,
-            tokenizer=tokenizer,
-            generation_config=generation_config(
-                spec,
-                tokenizer,
-                turn_end=turn_end(tokenizer),
-                own_tokenizer=prepared.cfg.model.tokenizer_name is None,
-            ),
-            trust_remote_code=spec.trust_remote_code,
-            code_folder=spec.weights,
-        )
-        if not tokenizer_round_trips(folder, tokenizer, trust_remote_code=spec.trust_remote_code):
-            print_rank0(
-                f"WARNING: AutoTokenizer loads a different tokenizer from {folder} than the one used in "
-                f"training; this suite reads it right, but other programs must load {tokenizer.name_or_path}"
-            )
-        return folder
-
-    tensors = export_tensors(assembly.model, gather)
-    print_rank0(f"exported to {ranks.iterate_on_rank0(tensors, write)}")
-
-
-def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> dict[str, Any]:
-    """Return summary.json: totals over all launches, rates of the last launch with steps. Collective."""
-    observers.wall_time.count()
-    cfg, strategy, progress = prepared.cfg, prepared.strategy, trainer.progress
-    losses = ranks.run_on_rank0(lambda: train_losses(prepared.folder))
-    return {
-        "model_name": cfg.model.model_name,
-        "mixed_precision": cfg.precision.mixed_precision,
-        "use_te": cfg.model.use_te,
-        **prepared.resolved.precision.as_dict(),
-        "steps": progress.step,
-        "skipped_steps": progress.skipped_steps,
-        "tokens": progress.real_tokens,
-        "label_tokens": progress.label_tokens,
-        "train_loss": losses[-1] if losses else None,
-        "train_loss_tail_mean": tail_mean(losses) if losses else None,
-        **trainer.results(),
-        "best_eval_loss": progress.best_eval_loss,
-        "runtime_seconds": progress.wall_seconds,
-        "train_seconds": progress.train_seconds,
-        "peak_memory_gb": trainer.peak_memory_gb(),
-        "predicted_memory_gb": prepared.sizing.predicted_gb,
-        "num_layers": getattr(prepared.resolved.model.config.get_text_config(), "num_hidden_layers", None),
-        "gpu_name": observers.environment.get("gpu_name"),
-        "gpus": prepared.gpus,
-        "world_size": strategy.world_size,
-        "sharding_mode": strategy.mode,
-        "nodes": strategy.num_nodes,
-        "gpu_hours": progress.gpu_seconds / 3600,
-        "node_hours": progress.node_seconds / 3600,
-        "seconds_to_first_step": observers.environment.get("seconds_to_first_step"),
-    }
-
-
-def _generate_samples(prepared: PreparedRun, prompts: list[Any]) -> None:
-    """Generate answers to --generate_samples evaluation prompts with the exported model, on one rank."""
-    prompts, export = prompts[: prepared.cfg.checkpoint.generate_samples], prepared.folder / "export"
-    if not prompts or not export.exists():
-        return
-    trusts_code, device = prepared.resolved.model.trust_remote_code, prepared.strategy.device
-    try:
-        text = generate_answers(export, prompts, prepared.tokenizer, device, trust_remote_code=trusts_code)
-        (prepared.folder / SAMPLES_FILE).write_text(text, encoding="utf-8")
-    except Exception as error:  # must not fail a finished run
-        print_rank0(f"WARNING: --generate_samples: no answers ({type(error).__name__}: {first_line(error)})")
-        return
-    print_rank0(f"\nsamples from the exported model:\n\n{text}")

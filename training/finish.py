@@ -1,0 +1,117 @@
+"""End of a run: export, summary.json, sample answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from fp8_suite.core.errors import first_line
+from fp8_suite.data.chat import turn_end
+from fp8_suite.te_models.build import export_tensors
+from fp8_suite.training.assembly import Assembly
+from fp8_suite.training.checkpoint.export import export_hf
+from fp8_suite.training.checkpoint.generate import generate_answers, generation_config, tokenizer_round_trips
+from fp8_suite.training.checkpoint.run_folder import SAMPLES_FILE, train_losses
+from fp8_suite.training.observers import Observers
+from fp8_suite.training.optim import moments
+from fp8_suite.training.optim import optimizer as optim
+from fp8_suite.training.optim.adamw import local
+from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.ranks import print_rank0
+from fp8_suite.training.prepare import PreparedRun
+from fp8_suite.training.tracking.metrics import tail_mean
+from fp8_suite.training.trainer import Trainer
+
+
+def export(prepared: PreparedRun, assembly: Assembly) -> None:
+    """Export the model in Hugging Face format; FP8 weights as BF16. Collective."""
+    strategy, watchdog = prepared.strategy, prepared.watchdog
+    watchdog.beat("exporting")
+    strategy.reshard(assembly.model)
+
+    def gather(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        watchdog.beat("exporting")
+        weights = []
+        for parameter in parameters:
+            weight = optim.weight_of(assembly.optimizer, parameter)
+            if weight is not parameter:  # may be in host memory, where NCCL cannot gather
+                weight = moments.with_layout(local(weight).to(strategy.device), weight)
+            weights.append(weight)
+        return strategy.gather(weights)
+
+    def write(tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
+        spec, tokenizer = prepared.resolved.model, prepared.tokenizer
+        folder = export_hf(
+            prepared.folder / "export",
+            tensors,
+            config=spec.config,
+            tokenizer=tokenizer,
+            generation_config=generation_config(
+                spec,
+                tokenizer,
+                turn_end=turn_end(tokenizer),
+                own_tokenizer=prepared.cfg.model.tokenizer_name is None,
+            ),
+            trust_remote_code=spec.trust_remote_code,
+            code_folder=spec.weights,
+        )
+        if not tokenizer_round_trips(folder, tokenizer, trust_remote_code=spec.trust_remote_code):
+            print_rank0(
+                f"WARNING: AutoTokenizer loads a different tokenizer from {folder} than the one used in "
+                f"training; this suite reads it right, but other programs must load {tokenizer.name_or_path}"
+            )
+        return folder
+
+    tensors = export_tensors(assembly.model, gather)
+    print_rank0(f"exported to {ranks.iterate_on_rank0(tensors, write)}")
+
+
+def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> dict[str, Any]:
+    """Return summary.json: totals over all launches, rates of the last launch with steps. Collective."""
+    observers.wall_time.count()
+    cfg, strategy, progress = prepared.cfg, prepared.strategy, trainer.progress
+    losses = ranks.run_on_rank0(lambda: train_losses(prepared.folder))
+    return {
+        "model_name": cfg.model.model_name,
+        "mixed_precision": cfg.precision.mixed_precision,
+        "use_te": cfg.model.use_te,
+        **prepared.resolved.precision.as_dict(),
+        "steps": progress.step,
+        "skipped_steps": progress.skipped_steps,
+        "tokens": progress.real_tokens,
+        "label_tokens": progress.label_tokens,
+        "train_loss": losses[-1] if losses else None,
+        "train_loss_tail_mean": tail_mean(losses) if losses else None,
+        **trainer.results(),
+        "best_eval_loss": progress.best_eval_loss,
+        "runtime_seconds": progress.wall_seconds,
+        "train_seconds": progress.train_seconds,
+        "peak_memory_gb": trainer.peak_memory_gb(),
+        "predicted_memory_gb": prepared.sizing.predicted_gb,
+        "num_layers": getattr(prepared.resolved.model.config.get_text_config(), "num_hidden_layers", None),
+        "gpu_name": observers.environment.get("gpu_name"),
+        "gpus": prepared.gpus,
+        "world_size": strategy.world_size,
+        "sharding_mode": strategy.mode,
+        "nodes": strategy.num_nodes,
+        "gpu_hours": progress.gpu_seconds / 3600,
+        "node_hours": progress.node_seconds / 3600,
+        "seconds_to_first_step": observers.environment.get("seconds_to_first_step"),
+    }
+
+
+def generate_samples(prepared: PreparedRun, prompts: list[Any]) -> None:
+    """Generate answers to --generate_samples evaluation prompts with the exported model, on one rank."""
+    prompts, export = prompts[: prepared.cfg.checkpoint.generate_samples], prepared.folder / "export"
+    if not prompts or not export.exists():
+        return
+    trusts_code, device = prepared.resolved.model.trust_remote_code, prepared.strategy.device
+    try:
+        text = generate_answers(export, prompts, prepared.tokenizer, device, trust_remote_code=trusts_code)
+        (prepared.folder / SAMPLES_FILE).write_text(text, encoding="utf-8")
+    except Exception as error:  # must not fail a finished run
+        print_rank0(f"WARNING: --generate_samples: no answers ({type(error).__name__}: {first_line(error)})")
+        return
+    print_rank0(f"\nsamples from the exported model:\n\n{text}")
