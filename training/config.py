@@ -14,7 +14,7 @@ from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.core.readers import read_record
 from fp8_suite.core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO, Setting, convert, lookup
-from fp8_suite.data.settings import EVAL_SAMPLES, DataConfig
+from fp8_suite.data.settings import DataConfig
 from fp8_suite.te_models.settings import ModelConfig, named_levels
 from fp8_suite.training.checkpoint.settings import CheckpointConfig
 from fp8_suite.training.optim.settings import OptimConfig
@@ -232,15 +232,9 @@ def drop_removed(settings: dict[str, Any], *, recorded: bool = True) -> dict[str
     return {name: value for name, value in settings.items() if name not in REMOVED_SETTINGS}
 
 
-# Values that earlier versions recorded for a flag that was not given.
-EARLIER_DEFAULTS = {"eval_samples": EVAL_SAMPLES}
-
-
-def comparable(name: str, value: Any) -> Any:
-    """Return a recorded setting for comparisons: None for the default of an earlier version."""
-    if name == "moment_dtype":
-        return ",".join(dict.fromkeys(parse_moment_dtype(value)))  # fp8,fp8 is fp8
-    return None if EARLIER_DEFAULTS.get(name) == value else value
+def canonical(name: str, value: Any) -> Any:
+    """Return a setting's value in the form for comparisons: `fp8,fp8` is `fp8`."""
+    return ",".join(dict.fromkeys(parse_moment_dtype(value))) if name == "moment_dtype" else value
 
 
 def changed_settings(
@@ -257,7 +251,7 @@ def changed_settings(
     return {
         name: (old[name], current[name])
         for name in table
-        if name not in ignore and comparable(name, old[name]) != comparable(name, current[name])
+        if name not in ignore and canonical(name, old[name]) != canonical(name, current[name])
     }
 
 
