@@ -243,7 +243,6 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
     before = {name: value for name, value in old.items() if name != "fp8_fast_accumulation"}
     added = changed_settings(before, parse("--batch_size", "4", "--fp8_fast_accumulation"))
     assert added == {"fp8_fast_accumulation": (False, True)}, "an older run had the default"
-    assert changed_settings(old | {"eval_samples": 1000}, new) == {"batch_size": (4, 8)}, "earlier default"
     resumable = {name for name, (_, f, _) in all_settings().items() if f.metadata["resumable"]}
     of_records = {name for name, (section, *_) in all_settings().items() if section in ("checkpoint", "log")}
     assert resumable - of_records == {
