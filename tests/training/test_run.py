@@ -508,15 +508,6 @@ def test_bad_input_is_one_line_and_leaves_no_folder(tmp_path, capsys, monkeypatc
     assert not (tmp_path / "run").exists()
 
 
-def test_out_of_memory_is_one_line_and_an_error_of_a_library_keeps_its_traceback(capsys):
-    for text, reason in (("out of memory\nand more", "out of memory"), ("", "OutOfMemoryError")):
-        assert outcome.report_failure(torch.OutOfMemoryError(text), None) == EXIT_OUT_OF_MEMORY
-        error = capsys.readouterr().err.strip()
-        assert error.startswith(f"error: {reason} ") and "--batch_size" in error and "\n" not in error
-    with pytest.raises(json.JSONDecodeError):
-        main([], description="test", start=lambda cfg: json.loads("x"))
-
-
 def test_steps_follow_from_epochs_unless_they_are_given():
     settings = {"num_epochs": 3, "gradient_accumulation_steps": 4}
     assert count_steps(config_from_dict(settings).optim, 10) == 3 * 3

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,12 +90,6 @@ class ListLoader:
 
 
 @dataclass
-class Loaders:
-    train: ListLoader
-    eval: ListLoader | None = None
-
-
-@dataclass
 class Record:
     """Tracker and display in one."""
 
@@ -158,7 +153,8 @@ def trainer(
     )
     full_rows = cfg.optim.batch_size * cfg.optim.gradient_accumulation_steps
     meter = Meter(SHAPE, 1, {"bf16": None, "fp8": None}, full_rows=full_rows)
-    loaders = Loaders(ListLoader(batches), ListLoader(eval_batches) if eval_batches else None)
+    evaluation = ListLoader(eval_batches) if eval_batches else None
+    loaders = SimpleNamespace(train=ListLoader(batches), eval=evaluation)
     logs = Logs(record, record, meter)
     return Trainer(cfg, stack, loaders, logs, saver or Saver(), progress or Progress(), Hooks()), record
 

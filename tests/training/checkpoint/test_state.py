@@ -24,16 +24,6 @@ from fp8_suite.training.precision.scaling import scaling_state
 from torch import nn
 
 
-class Position:
-    """A loader's position in the data."""
-
-    def __init__(self, row: int):
-        self.row = row
-
-    def state_dict(self) -> dict:
-        return {"row": self.row}
-
-
 def parts(value: float, count: int):
     """Model, optimizer after `count` steps, and loader; `value` fills all tensors."""
     model = nn.BatchNorm1d(3)
@@ -47,7 +37,11 @@ def parts(value: float, count: int):
     for tensor in optimizer_state(optimizer, model).values():
         nn.init.constant_(tensor, value)
     set_optimizer_steps(optimizer, count)
-    return {"model": model, "optimizer": optimizer, "loader": Position(count)}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "loader": SimpleNamespace(state_dict=lambda: {"row": count}),
+    }
 
 
 def draw():

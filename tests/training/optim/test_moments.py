@@ -80,23 +80,6 @@ def test_the_random_bits_are_uniform_and_independent():
     assert (first == of_next_seed).float().mean() < 0.001
 
 
-@pytest.mark.parametrize(
-    ("name", "beta2", "error"), [("fp8", 0.95, 0.13), ("fp8", 0.99, 0.18), ("fp16", 0.99, 0.002)]
-)
-def test_rounding_errors_of_the_second_moment_add_up_over_its_window(name, beta2, error):
-    torch.manual_seed(0)
-    exact, size = torch.zeros(64, 4 * BLOCK), torch.randn(64, 4 * BLOCK).exp()
-    stored = moments.allocate(exact, SECOND, name)
-    for step in range(int(4 / (1 - beta2))):
-        square = (size * torch.randn_like(size)) ** 2
-        noise = moments.random_bits(exact.numel(), torch.tensor(step * 0x85EBCA77))[1].view_as(exact)
-        exact = beta2 * exact + (1 - beta2) * square
-        moments.write_(stored, SECOND, beta2 * moments.read(stored, SECOND) + (1 - beta2) * square, noise)
-    ratio = moments.read(stored, SECOND) / exact
-    assert ratio.log().std() == pytest.approx(error, rel=0.1)
-    assert ratio.mean() == pytest.approx(1, abs=0.01)
-
-
 def optimizer(formats: tuple[str, str], *, beta2: float = 0.95, columns: int = 2 * BLOCK):
     weight = torch.nn.Parameter(torch.zeros(4, columns))
     settings = {"lr": 1e-2, "betas": (0.9, beta2), "eps": 1e-8}

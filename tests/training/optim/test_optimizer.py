@@ -72,8 +72,6 @@ def test_dtypes_that_the_optimizer_cannot_hold_are_refused(settings, where, flag
     ("settings", "where", "on_host"),
     [
         ({}, GPU, 2 + 8),
-        ({"moment_dtype": "fp8"}, GPU, 2 + 2 + 2 / 64),
-        ({"mixed_precision": "fp32", "moment_dtype": "bf16"}, GPU, 4),
         (NO_MASTERS, GPU, 4),
         ({"moment_dtype": "fp8"}, CPU, 2 + 2 / 64),
         ({}, CPU, 0),  # it is in host memory anyway
