@@ -74,10 +74,8 @@ def test_few_frames_lie_between_the_command_and_backward(monkeypatch, tmp_path):
         files.extend(frame.filename for frame in traceback.extract_stack())
         raise ArithmeticError
 
-    flags = (
-        f"--max_steps 1 --num_of_samples 20 --max_seq_length 128 --num_proc 1 --output_dir {tmp_path / 'run'}"
-    )
-    monkeypatch.setattr(sys, "argv", ["train_fp8.py", *flags.split(), "--num_workers", "0"])
+    flags = "--max_steps 1 --num_of_samples 20 --max_seq_length 128 --num_proc 1 --num_workers 0"
+    monkeypatch.setattr(sys, "argv", ["train_fp8.py", *flags.split(), "--output_dir", str(tmp_path / "run")])
     monkeypatch.setattr("fp8_suite.training.outcome.exit_process", pytest.fail)
     monkeypatch.setattr(torch.Tensor, "backward", backward)
     with pytest.raises(ArithmeticError):

@@ -43,12 +43,6 @@ def test_a_machine_without_gpu_is_healthy_on_one_screen():
     assert {name for name in RECIPES if any(name in line for line in lines)} == set(RECIPES)
 
 
-def test_every_recipe_is_tried_with_the_layers_that_run_here():
-    rows = {finding.data["recipe"]: finding for finding in checks.check_recipes()}
-    assert {name for name, finding in rows.items() if not finding.data["runs"]} == {"nvfp4"}
-    assert rows["nvfp4"].status == "note" and rows["delayed"].data["backend"] == "emulated"
-
-
 def test_a_recipe_that_should_run_and_raises_is_a_fault(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.delattr("fp8_suite.te_models.emulation.Linear")

@@ -16,6 +16,7 @@ AUTO = {"batch_size": "auto", "recompute": "auto"}
 FP8 = {"mixed_precision": "fp8"}
 HSDP = {"sharding_mode": "hsdp", "hsdp_shard_size": 4}
 CHECKPOINTED = {"batch_size": 32, "gradient_checkpointing": True, "gradient_accumulation_steps": 4}
+OFFLOADED_ACTIVATIONS = {"recompute": "full", "offload_activations": True}
 DEFAULTS = config_from_dict({}).to_dict()
 
 
@@ -49,20 +50,10 @@ def followed(sizing: Sizing, text: str) -> Sizing | None:
         (150, (), {"batch_size": 8}, "use --global_batch_size 8 --batch_size auto --recompute auto ("),
         (110, (), AUTO, "use --moment_dtype fp8 ("),
         (60, (), AUTO, "use --offload_optimizer ("),
-        (
-            50,
-            (),
-            AUTO | {"global_batch_size": 64},
-            "use --offload_optimizer --moment_dtype fp8 --grad_reduce",
-        ),
+        (50, (), AUTO | {"global_batch_size": 64}, "use --offload_optimizer --moment_dtype fp8 --grad_r"),
         (34, (), AUTO, "bf16 --fp8_weights ("),
         (20, (), AUTO, "use 16 GPUs with --sharding_mode fsdp_full --global_batch_size 16 ("),
-        (
-            85,
-            (),
-            {"recompute": "full", "offload_activations": True},
-            "--batch_size auto --moment_dtype fp8 (",
-        ),
+        (85, (), OFFLOADED_ACTIVATIONS, "--batch_size auto --moment_dtype fp8 ("),
         (110, (8.0, "ddp", 8), AUTO | {"sharding_mode": "ddp"}, "use --sharding_mode fsdp_full ("),
         (40, (8.0, "ddp", 8), AUTO | {"sharding_mode": "auto"}, "use --recompute layer --offload_activ"),
         (60, (70.0, "hsdp", 8), AUTO | HSDP, "64 without --hsdp_shard_size ("),
