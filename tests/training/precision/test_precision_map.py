@@ -10,7 +10,6 @@ from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.precision import precision_map
-from fp8_suite.training.precision import recipes as precision
 from fp8_suite.training.precision.checks import check_sizes
 from fp8_suite.training.precision.coverage import coverage
 from fp8_suite.training.precision.precision_map import assign, check_resume, matches, te_names
@@ -128,17 +127,14 @@ def test_a_resume_on_a_gpu_that_replaces_other_recipes_is_refused():
         check_resume({"map_fallbacks": {}}, here)
 
 
-def test_a_recipe_of_the_map_falls_back_like_the_run(monkeypatch):
-    too_old = {"mxfp8": "capability 10.0 required"}
-    monkeypatch.setattr(precision, "why_not", lambda name, backend: too_old.get(name))
-    cfg = TE | {"te_backend": "emulated", "precision_map": "proj=mxfp8", "fp8_scenario": "current"}
+def test_a_recipe_of_the_map_falls_back_like_the_run():
+    cfg = TE | {"precision_map": "proj=nvfp4", "fp8_scenario": "current"}  # nvfp4 is not emulated
     resolved = resolve(**cfg)
     assert {resolved.by_module[name] for name in te_names(2) if name.endswith("proj")} == {"delayed"}
     assert resolved.in_use == {"current", "delayed"} and resolved.effective == "current"
-    assert list(resolved.map_fallbacks) == ["mxfp8"]
-    assert "--precision_map ...=mxfp8 cannot run here: capability 10.0" in resolved.map_fallbacks["mxfp8"]
+    assert list(resolved.map_fallbacks) == ["nvfp4"]
     assert resolved.as_dict()["map_fallbacks"] == resolved.map_fallbacks
-    with pytest.raises(UserError, match=r"--precision_map ...=mxfp8 cannot run here"):
+    with pytest.raises(UserError, match=r"--precision_map ...=nvfp4 cannot run here"):
         resolve(**cfg, fp8_fallback="error")
 
 

@@ -38,17 +38,6 @@ def settings(**values) -> Config:
     return config_from_dict(values)
 
 
-def on_gpu(monkeypatch, capability: tuple[int, int]) -> None:
-    """A machine with a GPU of this capability, whose TE runs all recipes but those that may fall back."""
-    reason = "Device compute capability 10.0 or higher required"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "test GPU")
-    monkeypatch.setattr(precision, "why_not_te", lambda: None)
-    monkeypatch.setattr(precision, "why_not", lambda name, _: reason if RECIPES[name].may_fall_back else None)
-    monkeypatch.setattr(precision, "make_recipe", lambda name, cfg, backend: name)
-
-
 def test_the_table_is_complete_and_loads_without_torch():
     assert get_args(all_settings()["fp8_scenario"][2]) == ("default", *TE_RECIPES, *TORCHAO_RECIPES)
     flags = {name for name in all_settings() if name.startswith("fp8_")}
@@ -113,33 +102,31 @@ def test_without_a_gpu_te_and_fp8_are_emulated_and_native_te_is_refused():
 
 
 def test_a_gpu_without_fp8_or_without_te_is_refused_with_the_way_out(monkeypatch):
-    on_gpu(monkeypatch, (8, 6))
-    with pytest.raises(UserError, match=r"--mixed_precision fp8 cannot run here.*8\.9.*bf16"):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "test GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    with pytest.raises(UserError, match=r"8\.9.*bf16") as refused:
         resolve_precision(settings(mixed_precision="fp8"))
-    on_gpu(monkeypatch, (8, 9))
+    assert refused.value.flags == {"mixed_precision"}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     assert not resolve_precision(settings(mixed_precision="fp8")).emulated
-    monkeypatch.setattr(precision, "why_not_te", te_runtime.why_not_te)
     monkeypatch.setattr(te_runtime, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install --no-build-isolation -r requirements-gpu\.txt"):
         resolve_precision(settings(**TE_FP8))
 
 
 def test_a_recipe_falls_back_with_a_reason_or_stops(monkeypatch):
-    on_gpu(monkeypatch, (9, 0))
-    default = resolve_precision(settings(**TE_FP8))
-    assert (default.requested, default.effective, default.fallback_reason) == ("delayed", "delayed", None)
-    assert resolve_precision(settings(use_te=True, mixed_precision="bf16")).te_recipe is None
-    mxfp8 = TE_FP8 | {"fp8_scenario": "mxfp8"}
-    resolved = resolve_precision(settings(**mxfp8))
-    assert (resolved.requested, resolved.effective, resolved.te_recipe) == ("mxfp8", "delayed", "delayed")
-    assert "capability 10.0" in resolved.fallback_reason and resolved.as_dict()["fallback_reason"]
-    message = r"--fp8_scenario mxfp8 cannot run here: .*This machine runs: delayed, current, block"
-    with pytest.raises(UserError, match=message):
-        resolve_precision(settings(**mxfp8, fp8_fallback="error"))
+    nvfp4 = TE_FP8 | {"te_backend": "emulated", "fp8_scenario": "nvfp4"}  # which is not emulated
+    resolved = resolve_precision(settings(**nvfp4))
+    assert (resolved.requested, resolved.effective) == ("nvfp4", "delayed")
+    assert precision.recipe_name(resolved.te_recipe) == "delayed"
+    assert "nvfp4 cannot run here" in resolved.fallback_reason == resolved.as_dict()["fallback_reason"]
+    with pytest.raises(UserError, match="This machine runs: delayed, current, block, mxfp8"):
+        resolve_precision(settings(**nvfp4, fp8_fallback="error"))
     monkeypatch.setattr(precision, "why_not", lambda name, _: None if name == "current" else "too old")
-    for name in ("mxfp8", "block"):  # neither the fallback runs here, nor may block fall back
+    for name in ("nvfp4", "block"):  # neither the fallback runs here, nor may block fall back
         with pytest.raises(UserError, match=rf"{name} cannot run here: too old. This machine runs: current"):
-            resolve_precision(settings(**mxfp8 | {"fp8_scenario": name}))
+            resolve_precision(settings(**nvfp4 | {"fp8_scenario": name}))
 
 
 @pytest.mark.parametrize("setting", NATIVE_ONLY_SETTINGS)
