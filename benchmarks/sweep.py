@@ -87,7 +87,7 @@ def read_axes(grid: dict[str, list[Any]], replaced: list[str]) -> dict[str, list
 
 
 def build_grid(
-    axes: dict[str, list[Any]], given: dict[str, Any], folder: Path, precisions: Sequence[Any] = ()
+    axes: dict[str, list[Any]], common: dict[str, Any], folder: Path, precisions: Sequence[Any] = ()
 ) -> list[GridRun]:
     """Return all runs of the grid; the first axis varies slowest. UserError for conflicting settings.
 
@@ -97,14 +97,14 @@ def build_grid(
     variants = _variants(axes.get("precision", ["bf16"]), precisions)
     axes = axes | {"precision": variants, "gpus": axes.get("gpus", [1])}
     for name in axes:
-        if (setting := AXES.get(name, name)) in given:
+        if (setting := AXES.get(name, name)) in common:
             reason = f"is an axis of the grid; give --axis {name}=... instead"
-            raise bad_setting(reason, **{setting: given[setting]})
+            raise bad_setting(reason, **{setting: common[setting]})
     for values in itertools.product(*axes.values()):
         at = dict(zip(axes, values, strict=True))
         name = "-".join(_label(axis, at[axis]) for axis in named)
         variant, gpus = at.pop("precision"), convert("gpus", at.pop("gpus"), int)
-        settings = given | {k: v for axis, value in at.items() for k, v in _settings(axis, value).items()}
+        settings = common | {k: v for axis, value in at.items() for k, v in _settings(axis, value).items()}
         if gpus < 1:
             raise bad_setting("must be at least 1", gpus=gpus)
         try:
@@ -170,12 +170,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def sweep(argv: list[str]) -> int:
     args, training = parse(argv)
     file = read_sweep(args.sweep)
-    given = file["base"] | given_settings(training, PROG)
-    if missing := next((name for name in file["needs"] if name not in given), None):
+    common = file["base"] | given_settings(training, PROG)
+    if missing := next((name for name in file["needs"] if name not in common), None):
         raise bad_input(f"{args.sweep}: needs --{missing}; add it to the command line")
     folder = args.output_dir or Path("runs") / args.sweep.stem
     axes, precisions = read_axes(file["grid"], args.axis), file["grid"].get("precision", ())
-    runs = build_grid(axes, given, folder, precisions)
+    runs = build_grid(axes, common, folder, precisions)
     if args.dry_run:
         for run in runs:
             reason = why_skip(run)

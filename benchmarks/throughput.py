@@ -59,7 +59,7 @@ def schedule(accumulation: int, profile: bool) -> tuple[int, int, int]:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Return the parsed flags of the benchmark, and the given training settings."""
+    """Return the parsed flags of the benchmark, and the requested training settings."""
     parser = command_parser(PROG, __doc__, trains=True)
     parser.add_argument(
         "--gpus", type=int, default=1, metavar="N", help="GPUs of this machine to use (default: 1)"
@@ -72,24 +72,24 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     for name in ("gpus", "repeats"):
         if (value := getattr(arguments, name)) < 1:
             raise bad_setting("must be at least 1", **{name: value})
-    given = given_settings(training, PROG, OWNED)
-    resolved = config_from_dict(given).to_dict()
-    return arguments, {name: resolved[name] for name in given}
+    requested = given_settings(training, PROG, OWNED)
+    resolved = config_from_dict(requested).to_dict()
+    return arguments, {name: resolved[name] for name in requested}
 
 
 def measure(argv: list[str]) -> int:
     """Run all repeats and report on them. Returns 0, or the exit code of the first failed run."""
-    arguments, given = parse(argv)
-    optim = with_sizes(config_from_dict(given), arguments.gpus).optim  # `auto` may choose another split
+    arguments, requested = parse(argv)
+    optim = with_sizes(config_from_dict(requested), arguments.gpus).optim  # `auto` may choose another split
     accumulation = optim.gradient_accumulation_steps
     interval, profiled, uncounted = schedule(accumulation, arguments.profile)
     steps = uncounted + COUNTED * interval if arguments.steps is None else arguments.steps
     if steps < uncounted + interval:
         reason = f"the first {uncounted} steps are not measured; use at least {uncounted + interval}"
         raise bad_setting(reason, steps=steps)
-    settings = DEFAULTS | given | FIXED | {"max_steps": steps, "log_interval": interval}
+    settings = DEFAULTS | requested | FIXED | {"max_steps": steps, "log_interval": interval}
     settings |= {"profile_steps": profiled} if profiled else {}
-    synthetic = "dataset_name" not in given
+    synthetic = "dataset_name" not in requested
     if synthetic and settings["tokenizer_name"] != "demo":
         reason = "synthetic text needs the demo tokenizer; drop it, or add --dataset_name"
         raise bad_setting(reason, tokenizer_name=settings["tokenizer_name"])

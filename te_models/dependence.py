@@ -65,13 +65,13 @@ def _ignores_positions(model: HFCausalLM) -> bool:
     return bool(losses[0] == losses[1])
 
 
-def _loss_of_half(model: HFCausalLM, half: int, other: tuple, *, packed: bool, stride: int = 1) -> Tensor:
-    """Return the loss of SAMPLE in one half (0 or 1) of a row [1, 16] with the tokens `other` in the other.
+def _loss_of_half(model: HFCausalLM, half: int, context: tuple, *, packed: bool, stride: int = 1) -> Tensor:
+    """Return the loss of SAMPLE in one half (0 or 1) of a row [1, 16] with the tokens `context` in the other.
 
     The row is one sample, or two if packed.
     """
     device = next(model.parameters()).device
-    ids = torch.tensor([[*SAMPLE, *other] if half == 0 else [*other, *SAMPLE]], device=device)
+    ids = torch.tensor([[*SAMPLE, *context] if half == 0 else [*context, *SAMPLE]], device=device)
     labels = torch.full((1, 16), IGNORE, device=device)
     labels[0, 8 * half : 8 * half + 7] = torch.arange(1, 8, device=device)
     if not packed:

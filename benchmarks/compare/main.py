@@ -63,8 +63,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def compare(argv: list[str]) -> int:
     args, training = parse(argv)
     folder, seeds = args.output_dir, {"paired_seeds": args.paired_seeds, "noise_seeds": args.noise_seeds}
-    variants, given = parse_variants(args.variants), given_settings(training, PROG)
-    planned = build_runs(variants, given, folder, gpus=args.gpus, **seeds)
+    variants, common = parse_variants(args.variants), given_settings(training, PROG)
+    planned = build_runs(variants, common, folder, gpus=args.gpus, **seeds)
     reference = planned[0]
     if reference.cfg.optim.max_steps == 0:
         raise bad_setting("nothing is trained, so nothing can be compared; use at least 1", max_steps=0)

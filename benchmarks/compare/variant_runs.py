@@ -38,7 +38,7 @@ class VariantRun(GridRun):
 
 def build_runs(
     variants: list[Variant],
-    given: dict[str, Any],
+    common: dict[str, Any],
     folder: Path,
     *,
     gpus: int = 1,
@@ -57,8 +57,8 @@ def build_runs(
 
     def build(name: str, seed: int | None = None) -> VariantRun:
         suffix, change = ("", {}) if seed is None else (f"-seed{seed}", {"seed": seed})
-        samples = {"export": True} if given.get("generate_samples") else {}  # exported models write them
-        settings = DEFAULTS | samples | given | by_name[name].settings | change
+        samples = {"export": True} if common.get("generate_samples") else {}  # exported models write them
+        settings = DEFAULTS | samples | common | by_name[name].settings | change
         try:
             cfg = run_config(settings, folder / "runs" / f"{by_name[name].folder_name}{suffix}")
         except UserError as error:

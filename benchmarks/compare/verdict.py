@@ -101,7 +101,10 @@ def _notes_on_losses(results: dict[str, Result], records: Records) -> list[str]:
     """Return what the losses show beside the answer. The first record is the reference's."""
     reference = next(iter(records.values()))
     evaluations = {name: result.evaluation for name, result in results.items() if result.evaluation}
-    notes = [f"{name}, evaluation loss: {it.verdict}, {it.describe()}." for name, it in evaluations.items()]
+    notes = [
+        f"{name}, evaluation loss: {judged.verdict}, {judged.describe()}."
+        for name, judged in evaluations.items()
+    ]
     repeated = [run for run in records.values() if gaps.repeats(run, reference)]
     if moved := [100 * gap for run in repeated if (gap := gaps.final_gap(run, reference)) is not None]:
         span = " to ".join(dict.fromkeys(f"{gap:+.2f}" for gap in (min(moved), max(moved))))
@@ -132,11 +135,11 @@ def _notes_on_runs(planned: list[VariantRun], records: Records, failures: Failur
     layers = {run.name: "TE" if run.cfg.model.use_te else "Hugging Face" for run in planned}
     for run in planned:
         if run.first and run.baseline and not run.name.startswith("bf16"):
-            ours, theirs = layers[run.name], layers[run.baseline]
-            if ours != theirs:
+            kind, baseline_kind = layers[run.name], layers[run.baseline]
+            if kind != baseline_kind:
                 notes.append(
-                    f"{run.name} has {ours} layers, its baseline {run.baseline} {theirs} layers, so its gap "
-                    "includes other effects than precision; list both bf16 and bf16_hf"
+                    f"{run.name} has {kind} layers, its baseline {run.baseline} {baseline_kind} layers, so "
+                    "its gap includes other effects than precision; list both bf16 and bf16_hf"
                 )
     return notes
 

@@ -77,7 +77,7 @@ def split_settings(text: str) -> tuple[str, dict[str, str]]:
     """Split `delayed+moment_dtype=bf16` or `hsdp+hsdp_shard_size=2` into a value and further settings."""
     value, *extras = re.split(r"\+(?=[a-z]\w*(?:=|\+|$))", text)
     pairs = [extra.partition("=") for extra in extras]
-    return value, {name: given or "true" for name, _, given in pairs}
+    return value, {name: setting or "true" for name, _, setting in pairs}
 
 
 def _parse(name: str, te_layers: bool, flag: str) -> Variant:
@@ -113,13 +113,13 @@ def given_settings(argv: list[str], prog: str, owned: Iterable[str] = OWNED) -> 
     The benchmark sets those in `owned` itself: they are a UserError on the command line, and ignored in the
     file. UserError for an unknown flag.
     """
-    given = vars(build_parser(prog, "").parse_args(argv))
-    path = given.pop("config")
+    flags = vars(build_parser(prog, "").parse_args(argv))
+    path = flags.pop("config")
     for name in owned:
-        if name in given:
-            raise bad_setting(f"{prog} sets this for every run; drop it", **{name: given[name]})
+        if name in flags:
+            raise bad_setting(f"{prog} sets this for every run; drop it", **{name: flags[name]})
     in_file = load_config_file(path) if path else {}
-    return {k: v for k, v in in_file.items() if k not in owned} | given
+    return {k: v for k, v in in_file.items() if k not in owned} | flags
 
 
 def run_config(settings: dict[str, Any], folder: Path) -> Config:

@@ -44,9 +44,9 @@ def differences(
     With `experiment`, evaluation data, optimizer, steps, tokens and initial weights must be equal too. With
     `other_seed`, the seed and everything that depends on it may differ.
     """
-    ours, theirs = (_identity(record, experiment) for record in (run, reference))
+    identity, reference_identity = (_identity(record, experiment) for record in (run, reference))
     ignored = BY_SEED if other_seed else set()
-    pairs = {name: (ours[name], theirs[name]) for name in ours if name not in ignored}
+    pairs = {name: (identity[name], reference_identity[name]) for name in identity if name not in ignored}
     if all(run.setting(name) == reference.setting(name) for name in ("tokenizer_name", "seed")):
         for part in ("train", "eval") if experiment else ("train",):
             prints = fingerprint(run, part), fingerprint(reference, part)
@@ -57,7 +57,9 @@ def differences(
             same = all(run.value(name) == reference.value(name) for name in names)
             if abs(losses[0] - losses[1]) > (SAME_PRECISION if same else OTHER_PRECISION) * abs(losses[1]):
                 pairs["evaluation loss before the first step"] = losses
-    return [f"{name} {our} instead of {their}" for name, (our, their) in pairs.items() if our != their]
+    return [
+        f"{name} {value} instead of {wanted}" for name, (value, wanted) in pairs.items() if value != wanted
+    ]
 
 
 def _identity(run: RunRecord, experiment: bool) -> dict[str, Any]:
@@ -143,16 +145,20 @@ def smoothed(run: RunRecord) -> dict[int, float]:
 
 def loss_gap(run: RunRecord, reference: RunRecord) -> Series:
     """Return (step, relative gap of the smoothed losses) for all steps that both runs logged."""
-    ours, theirs = smoothed(run), smoothed(reference)
-    return [(step, ours[step] / theirs[step] - 1) for step in sorted(ours) if theirs.get(step)]
+    losses, reference_losses = smoothed(run), smoothed(reference)
+    return [
+        (step, losses[step] / reference_losses[step] - 1)
+        for step in sorted(losses)
+        if reference_losses.get(step)
+    ]
 
 
 def tail_gap(run: RunRecord, reference: RunRecord) -> float | None:
     """Return the relative gap of the mean losses over the last 10 % of common steps; None without any."""
-    ours, theirs = dict(run.series("train/loss")), dict(reference.series("train/loss"))
-    steps = sorted(ours.keys() & theirs.keys())
-    base = tail_mean([theirs[step] for step in steps]) if steps else 0.0
-    return tail_mean([ours[step] for step in steps]) / base - 1 if base else None
+    losses, reference_losses = dict(run.series("train/loss")), dict(reference.series("train/loss"))
+    steps = sorted(losses.keys() & reference_losses.keys())
+    base = tail_mean([reference_losses[step] for step in steps]) if steps else 0.0
+    return tail_mean([losses[step] for step in steps]) / base - 1 if base else None
 
 
 def final_gap(run: RunRecord, baseline: RunRecord) -> float | None:

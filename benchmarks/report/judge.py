@@ -134,10 +134,10 @@ def judge_training(pairs: Sequence[Pair], limit: float) -> Judgement:
 def judge_evaluation(pairs: Sequence[Pair], limit: float) -> Judgement | None:
     """Judge the final evaluation losses; None if there is none to compare."""
     losses = [(run.value("eval_loss"), baseline.value("eval_loss")) for run, baseline in pairs]
-    losses = [(ours, theirs) for ours, theirs in losses if ours is not None and theirs]
-    if any(math.isfinite(theirs) and not math.isfinite(ours) for ours, theirs in losses):
+    losses = [(loss, reference) for loss, reference in losses if loss is not None and reference]
+    if any(math.isfinite(reference) and not math.isfinite(loss) for loss, reference in losses):
         return Judgement((), limit, "its evaluation loss is not finite")
-    percent = _percent(ours / theirs - 1 for ours, theirs in losses if math.isfinite(theirs))
+    percent = _percent(loss / reference - 1 for loss, reference in losses if math.isfinite(reference))
     return Judgement(percent, limit) if losses else None
 
 

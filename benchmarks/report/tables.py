@@ -122,7 +122,7 @@ def _precision(run: RunRecord) -> str:
 
 def _scaling(run: RunRecord, runs: list[RunRecord]) -> float | None:
     """Return tokens/s per GPU relative to the one-GPU run of the same work; None unless there is one."""
-    single = [other for other in runs if other.gpus == 1 and other.work == run.work]
+    single = [candidate for candidate in runs if candidate.gpus == 1 and candidate.work == run.work]
     if run.gpus < 2 or len(single) != 1 or not run.tokens_per_gpu or not single[0].tokens_per_gpu:
         return None
     return run.tokens_per_gpu / single[0].tokens_per_gpu

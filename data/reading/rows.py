@@ -100,19 +100,19 @@ def message(turn: Row) -> Row:
 
     Keys without a value are dropped: in Parquet every message has all keys, and templates test for keys.
     """
-    made = {key: value for key, value in turn.items() if value is not None or key == "content"}
-    if "role" not in made and "from" in made:
-        made |= {"role": made.pop("from"), "content": made.pop("value", None)}
-    if isinstance(made.get("role"), str):
-        made["role"] = ROLE_ALIASES.get(made["role"], made["role"])
-    parts = made.get("content")
+    converted = {key: value for key, value in turn.items() if value is not None or key == "content"}
+    if "role" not in converted and "from" in converted:
+        converted |= {"role": converted.pop("from"), "content": converted.pop("value", None)}
+    if isinstance(converted.get("role"), str):
+        converted["role"] = ROLE_ALIASES.get(converted["role"], converted["role"])
+    parts = converted.get("content")
     if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
-        made["content"] = "".join(part["text"] for part in parts)
-    if calls := from_json(made.pop(CALLS, None)):
-        made["content"] = made.get("content") or ""  # messages with calls may have no content
+        converted["content"] = "".join(part["text"] for part in parts)
+    if calls := from_json(converted.pop(CALLS, None)):
+        converted["content"] = converted.get("content") or ""  # messages with calls may have no content
         listed = as_objects(calls)
-        made[CALLS] = calls if listed is None else [with_parsed_arguments(call) for call in listed]
-    return made
+        converted[CALLS] = calls if listed is None else [with_parsed_arguments(call) for call in listed]
+    return converted
 
 
 def with_parsed_arguments(call: Row) -> Row:

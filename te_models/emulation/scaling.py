@@ -139,7 +139,8 @@ class Fp8Module(nn.Module):
         scale = GlobalState.recorded[self].pop(0) if replaying else forward.scale.clone()
         if GlobalState.recorded is not None and not replaying:
             GlobalState.recorded.setdefault(self, []).append(scale)
-        fixed = [Slot(one) for one in scale]  # scales of this forward pass, for casts whose amax is recorded
+        # The scales of this forward pass, for casts that have recorded their amax.
+        fixed = [Slot(value) for value in scale]
         slots = fixed if replaying else _slots(scale, forward)
         # With FSDP2, TE keeps no quantized weight; backward casts the gathered weight with the new scales.
         weights = _slots(forward.scale, forward) if self.fsdp2 else fixed

@@ -84,11 +84,11 @@ def self_test() -> str | None:
     # This raises if TE's lookup has changed.
     mlp = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
     mlp._act_func("swiglu", SimpleNamespace(delayed=lambda: True))
-    ours, tes = (_trial_quantizer(tex.DType.kFloat8E4M3) for _ in range(2))
-    wrong = difference(swiglu(tex.swiglu, x, ours), tex.swiglu(x, tes), ours, tes)
-    ours, tes = (_trial_quantizer(tex.DType.kFloat8E5M2) for _ in range(2))
-    gradient = swiglu_backward(tex.dswiglu, grad, x, ours)[1]
-    wrong = wrong or difference(gradient, tes(tex.dswiglu(grad, x, None)), ours, tes)
+    fused, separate = (_trial_quantizer(tex.DType.kFloat8E4M3) for _ in range(2))
+    wrong = difference(swiglu(tex.swiglu, x, fused), tex.swiglu(x, separate), fused, separate)
+    fused, separate = (_trial_quantizer(tex.DType.kFloat8E5M2) for _ in range(2))
+    gradient = swiglu_backward(tex.dswiglu, grad, x, fused)[1]
+    wrong = wrong or difference(gradient, separate(tex.dswiglu(grad, x, None)), fused, separate)
     return f"the {wrong} differs from the reference" if wrong else None
 
 
@@ -103,13 +103,13 @@ def _trial_quantizer(dtype: Any) -> Any:
     return quantizer
 
 
-def difference(result: Any, expected: Any, ours: Any, tes: Any) -> str | None:
+def difference(result: Any, expected: Any, quantizer: Any, te_quantizer: Any) -> str | None:
     """Name the part of the quantized tensor or its quantizer that differs, or None."""
-    if not torch.allclose(ours.amax, tes.amax, rtol=1e-6):
+    if not torch.allclose(quantizer.amax, te_quantizer.amax, rtol=1e-6):
         return "amax"
     if not torch.equal(result._scale_inv.flatten(), expected._scale_inv.flatten()):
         return "scale"
-    for name, used in (("_data", ours.rowwise_usage), ("_transpose", ours.columnwise_usage)):
+    for name, used in (("_data", quantizer.rowwise_usage), ("_transpose", quantizer.columnwise_usage)):
         if not used:
             continue
         a, b = (getattr(t, name).view(torch.uint8) for t in (result, expected))

@@ -65,7 +65,7 @@ runpy.run_module("benchmarks.compare", run_name="__main__")
 def compared(tmp_path_factory):
     """A comparison that is stopped in its first run, and resumed: folder and (exit code, output) of both."""
     folder = tmp_path_factory.mktemp("compared")
-    given = (
+    common = (
         f"--variants bf16,delayed --paired_seeds 0 --output_dir {folder} "
         "--num_of_samples 60 --max_seq_length 128 --batch_size 2 --eval_samples 4 --num_workers 0 "
         "--num_proc 1 --max_steps 20 --learning_rate 1e-3 --save_interval 0"
@@ -75,12 +75,12 @@ def compared(tmp_path_factory):
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(grid, "launch", launch_here)
-        line = [sys.executable, "-c", COMPARE, *given]
+        line = [sys.executable, "-c", COMPARE, *common]
         with running(line, cwd=ROOT, stdout=-1, stderr=-2) as first:
             wait_for(lambda: losses(bf16) or first.poll() is not None)
             first.send_signal(signal.SIGTERM)
             stopped, _ = first.communicate(timeout=300)
-        resumed = main(given)
+        resumed = main(common)
     return folder, (first.returncode, stopped), (resumed, output.getvalue())
 
 
@@ -244,9 +244,9 @@ def test_losses_that_are_not_finite_fail(tmp_path):
         write(planned[number], 2.0, change=diverging)
     write(planned[2], 2.0, summary={"eval_loss": "NaN"})
     verdict = judged(planned)
-    found = verdicts(verdict)
-    assert found["delayed", "training"] == found["current", "evaluation"] == "FAIL"
-    assert found["current", "training"] == "PASS" and len(verdict.results["current"].training.gaps) == 2
+    answers = verdicts(verdict)
+    assert answers["delayed", "training"] == answers["current", "evaluation"] == "FAIL"
+    assert answers["current", "training"] == "PASS" and len(verdict.results["current"].training.gaps) == 2
     assert verdict.exit_code({}, strict=False) == 1
 
 
@@ -384,8 +384,8 @@ def test_bad_input_is_one_line(tmp_path, capsys, flags, message):
 def test_the_documented_command_works(tmp_path):
     page = (ROOT / "docs" / "compare.md").read_text()
     args, training = parse(shlex.split(page.split("```")[1].replace("\\\n", " "))[3:])
-    variants, given = parse_variants(args.variants), given_settings(training, "p")
-    planned = build_runs(variants, given, tmp_path, paired_seeds=args.paired_seeds)
+    variants, common = parse_variants(args.variants), given_settings(training, "p")
+    planned = build_runs(variants, common, tmp_path, paired_seeds=args.paired_seeds)
     assert [run.name for run in planned][:3] == ["bf16", "delayed", "current"] and len(planned) == 6 * 3
     assert planned[0].cfg.log.eval_at_start and not planned[0].cfg.checkpoint.export, "defaults"
 

@@ -309,8 +309,8 @@ def reported(tmp_path, *folders, reference=None):
     source, rows = (out / "report.html").read_text(encoding="utf-8"), {}
     for name, body in re.findall(r'<section id="(\w+)">(.*?)</section>', source, re.DOTALL):
         for line in re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL):
-            found = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)
-            rows[name, found[0]] = found[1:]
+            cells = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)
+            rows[name, cells[0]] = cells[1:]
     page = Page(out / "report.html")
     assert page.ids == [name for name in SECTIONS if name in page.ids]
     return page, rows
@@ -374,14 +374,14 @@ def test_a_report_on_wandb_is_a_run_of_the_group_with_tables_figures_and_page(tm
     assert is_png(folder / "loss.png") and (folder / "report.html").exists()
     wandb.teardown()  # everything is on disk after it
     (run,) = folder.glob("wandb/offline-run-*")
-    found = {}
+    tables = {}
     for path in run.glob("files/media/table/report/*.table.json"):
         table = json.loads(path.read_text())
         columns = zip(*table["data"], strict=True)
-        found[path.name.split("_0_")[0]] = dict(zip(table["columns"], map(list, columns), strict=True))
-    assert set(found) == {"runs", "hours", "coverage", "training_loss", "validation_loss"}
-    assert found["runs"]["run"] == ["run"] and found["runs"]["tokens/s"] == [14376.4], "numbers, not text"
-    assert found["hours"]["GPU-hours"] == [3.0] and found["training_loss"]["minimum"] == [2.0]
+        tables[path.name.split("_0_")[0]] = dict(zip(table["columns"], map(list, columns), strict=True))
+    assert set(tables) == {"runs", "hours", "coverage", "training_loss", "validation_loss"}
+    assert tables["runs"]["run"] == ["run"] and tables["runs"]["tokens/s"] == [14376.4], "numbers, not text"
+    assert tables["hours"]["GPU-hours"] == [3.0] and tables["training_loss"]["minimum"] == [2.0]
     written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
     for text in ("my-project", "run-report", "report/loss", "Training report: run"):
         assert text.encode() in written, text

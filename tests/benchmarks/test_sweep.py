@@ -65,9 +65,9 @@ def test_runs_of_a_grid(tmp_path):
 def test_a_part_of_a_grid_has_the_runs_of_the_whole(tmp_path):
     """`bf16` by itself would have Hugging Face layers; a part of a file that has TE recipes keeps TE's."""
     axes = {"precision": ["bf16", "delayed"], "batch_size": [1, 2]}
-    whole, part = build_grid(axes, {}, tmp_path), read_axes(axes, ["precision=bf16"])
-    assert build_grid(part, {}, tmp_path, precisions=axes["precision"]) == whole[:2]
-    assert whole[0].cfg.model.use_te and not build_grid(part, {}, tmp_path)[0].cfg.model.use_te
+    full, part = build_grid(axes, {}, tmp_path), read_axes(axes, ["precision=bf16"])
+    assert build_grid(part, {}, tmp_path, precisions=axes["precision"]) == full[:2]
+    assert full[0].cfg.model.use_te and not build_grid(part, {}, tmp_path)[0].cfg.model.use_te
 
 
 def test_a_value_of_an_axis_may_have_further_settings_as_a_variant_may(tmp_path):

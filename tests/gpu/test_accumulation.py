@@ -103,8 +103,8 @@ def test_a_step_with_gradients_accumulated_by_te_is_bit_for_bit_the_same():
     for i, one in enumerate(inputs):
         with chosen.accumulating(wrapped, first=i == 0, last=i == STEPS - 1):
             chosen.backward(wrapped, wrapped(**one).loss / 1000)
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        theirs.main_grad = gradient_of(mine).clone()
+    for parameter, twin_parameter in zip(model.parameters(), twin.parameters(), strict=True):
+        twin_parameter.main_grad = gradient_of(parameter).clone()
     assert chosen.step(wrapped, optimizer, usable=torch.tensor(True, device=DEVICE), max_norm=0.0).applied
     optimizer_of(twin).step()
     moved = [torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)]

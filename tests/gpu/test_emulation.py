@@ -33,8 +33,8 @@ def within(backend: str, recipe):
     )
 
 
-def error(found: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((found.float() - reference.float()).norm() / reference.float().norm()).item()
+def error(actual: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((actual.float() - reference.float()).norm() / reference.float().norm()).item()
 
 
 def values(*shape: int, dtype=torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -63,12 +63,12 @@ def test_per_tensor_casts_match_te_bit_for_bit(te, dtype, source):
     x = values(256, 512, dtype=source)
     te_dtype = {E4M3: te.DType.kFloat8E4M3, E5M2: te.DType.kFloat8E5M2}[dtype]
     current = te.Float8CurrentScalingQuantizer(te_dtype, device=DEVICE)(x)
-    ours = cast_tensor(x, dtype)
-    assert torch.equal(bits(ours.data), current._data) and ours.scale_inv == current._scale_inv
+    emulated = cast_tensor(x, dtype)
+    assert torch.equal(bits(emulated.data), current._data) and emulated.scale_inv == current._scale_inv
     scale, amax = torch.tensor([3.7], device=DEVICE), torch.zeros(1, device=DEVICE)
     delayed = te.Float8Quantizer(scale, amax, te_dtype)(x)
-    ours = cast_with_scale(x, scale[0], dtype)  # 3.7 times the outlier saturates
-    assert torch.equal(bits(ours.data), delayed._data) and ours.scale_inv == delayed._scale_inv
+    emulated = cast_with_scale(x, scale[0], dtype)  # 3.7 times the outlier saturates
+    assert torch.equal(bits(emulated.data), delayed._data) and emulated.scale_inv == delayed._scale_inv
     assert amax == amax_of(x)
 
 
@@ -80,7 +80,7 @@ def test_block_casts_match_te_bit_for_bit(te, power_of_two, sides, source):
         pytest.skip(reason)
     rows, columns = 384, 640
     x = values(rows, columns, dtype=source)
-    theirs = te.Float8BlockQuantizer(
+    native = te.Float8BlockQuantizer(
         te.DType.kFloat8E4M3,
         rowwise=True,
         columnwise=True,
@@ -89,10 +89,10 @@ def test_block_casts_match_te_bit_for_bit(te, power_of_two, sides, source):
     )(x)
     along = cast_blocks(x, E4M3, (1, 128) if sides == 1 else (128, 128), power_of_two=power_of_two)
     across = cast_blocks(x, E4M3, (128, 1) if sides == 1 else (128, 128), power_of_two=power_of_two)
-    assert torch.equal(bits(along.data), theirs._rowwise_data)
-    assert torch.equal(bits(across.data.T), theirs._columnwise_data)
+    assert torch.equal(bits(along.data), native._rowwise_data)
+    assert torch.equal(bits(across.data.T), native._columnwise_data)
     # TE pads scales for its GEMMs and stores the scales of 1x128 blocks transposed.
-    row_scales, column_scales = theirs._rowwise_scale_inv, theirs._columnwise_scale_inv
+    row_scales, column_scales = native._rowwise_scale_inv, native._columnwise_scale_inv
     if sides == 1:
         assert torch.equal(along.scale_inv.T, row_scales[: columns // 128, :rows])
         assert torch.equal(across.scale_inv, column_scales[: rows // 128, :columns])
@@ -180,15 +180,15 @@ def compare(make, name, x, call, *, steps: int) -> dict[str, float]:
 
 def state_gap(modules: dict[str, torch.nn.Module]) -> dict[str, float]:
     """Largest relative difference of scales and amaxes; names, shapes and weights' state must be equal."""
-    native, ours = (scaling_state(modules[backend]) for backend in BACKENDS)
-    assert {k: v.shape for k, v in native.items()} == {k: v.shape for k, v in ours.items()}
+    native, emulated = (scaling_state(modules[backend]) for backend in BACKENDS)
+    assert {k: v.shape for k, v in native.items()} == {k: v.shape for k, v in emulated.items()}
     gaps: dict[str, float] = {}
     for name, tensor in native.items():
         part = name.rpartition(".")[2]
-        assert torch.equal(ours[name] == 0, tensor == 0), name
+        assert torch.equal(emulated[name] == 0, tensor == 0), name
         if ".scaling_fwd." in name:
-            assert torch.equal(ours[name][..., 1::3], tensor[..., 1::3]), name
-        gap = ((ours[name] - tensor).abs() / tensor.abs().clamp(min=1e-30)).max().item()
+            assert torch.equal(emulated[name][..., 1::3], tensor[..., 1::3]), name
+        gap = ((emulated[name] - tensor).abs() / tensor.abs().clamp(min=1e-30)).max().item()
         gaps[part] = max(gap, gaps.get(part, 0.0))
     return gaps
 
@@ -242,10 +242,10 @@ def test_delayed_scaling_state_of_a_linear_matches_te_exactly(algorithm):
             with within(backend, make_recipe("delayed", cfg, backend)):
                 y = module(inputs.requires_grad_())
             y.backward(torch.full_like(y, 2.0**-step))
-        native, ours = (scaling_state(modules[backend]) for backend in BACKENDS)
-        assert native.keys() == ours.keys()
+        native, emulated = (scaling_state(modules[backend]) for backend in BACKENDS)
+        assert native.keys() == emulated.keys()
         for name, tensor in native.items():
-            assert torch.equal(ours[name], tensor), (step, name, ours[name], tensor)
+            assert torch.equal(emulated[name], tensor), (step, name, emulated[name], tensor)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -267,9 +267,9 @@ def test_recomputation_updates_scaling_state_as_in_te(reentrant):
 def test_backends_load_each_others_checkpoints():
     """Compare names, order, shapes and values of weights, and the state of delayed scaling."""
     models = {b: build(spec(layers=2), use_te=True, packed=True, backend=b) for b in BACKENDS}
-    native, ours = (list(weights_of(models[b]).items()) for b in BACKENDS)
-    assert [name for name, _ in native] == [name for name, _ in ours]
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(native, ours, strict=True))
+    native, emulated = (list(weights_of(models[b]).items()) for b in BACKENDS)
+    assert [name for name, _ in native] == [name for name, _ in emulated]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(native, emulated, strict=True))
     inputs = batch([[100, 156]] * 8, packed=True)
     for backend, model in models.items():
         with within(backend, recipe_of("delayed", backend)):
@@ -285,7 +285,7 @@ def curve(backend: str, name: str, batches: list[dict], steps: int) -> torch.Ten
     precision = Precision(name, name, te_recipe=recipe_of(name, backend), te_backend=backend)
     autocast = build_autocast(precision, device=DEVICE, parameter_dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)
-    found = []
+    losses = []
     for step in range(steps):
         inputs = batches[step % len(batches)]
         with autocast():
@@ -294,8 +294,8 @@ def curve(backend: str, name: str, batches: list[dict], steps: int) -> torch.Ten
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.detach())
-    return torch.stack(found).cpu()
+        losses.append(loss.detach())
+    return torch.stack(losses).cpu()
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -303,7 +303,7 @@ def test_losses_match_te(name):
     """Train 100 steps on four batches; the loss falls far below ln(2048) = 7.6."""
     recipe_of(name, "native")
     batches = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(4)]
-    native, ours = (curve(backend, name, batches, 100) for backend in BACKENDS)
-    gap = (ours - native).abs()
+    native, emulated = (curve(backend, name, batches, 100) for backend in BACKENDS)
+    gap = (emulated - native).abs()
     assert native[-10:].mean() < native[0] - 1
     assert gap[0] < 0.01 and gap.mean() < 0.03

@@ -30,10 +30,10 @@ def test_a_run_with_flash_attention_4_has_the_same_losses(tmp_path, layers, pack
     assert versions == [flash_attention.installed(), None]
     if layers:
         assert [env["attention_backend"] for env in environments] == ["flash", "fused"]
-    found, expected = losses(tmp_path / "flash"), losses(tmp_path / "other")
-    assert found[1] == pytest.approx(expected[1], rel=1e-4)
-    assert found[12] == pytest.approx(expected[12], rel=2e-2)
-    assert found != expected  # equal losses would mean that the same kernels ran
+    actual, expected = losses(tmp_path / "flash"), losses(tmp_path / "other")
+    assert actual[1] == pytest.approx(expected[1], rel=1e-4)
+    assert actual[12] == pytest.approx(expected[12], rel=2e-2)
+    assert actual != expected  # equal losses would mean that the same kernels ran
 
 
 def test_deterministic_runs_are_bit_for_bit_equal_and_use_fused_attention(tmp_path):
@@ -67,9 +67,9 @@ def test_packed_attention_matches_the_reference(heads):
         return [out, *(t.grad for t in inputs)]
 
     expected = run(torch.float32, False)  # runs the float32 reference
-    found = run(torch.bfloat16, True)
+    actual = run(torch.bfloat16, True)
     assert packed_attention.self_test(*heads) is None
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert (a.float() - b).norm() / b.norm() < 1e-2
 
 

@@ -36,19 +36,21 @@ def test_forward_and_backward_match_te(shape, scale, usage):
     x = (2 * torch.randn(tokens, 2 * features, device=DEVICE)).bfloat16()
     grad = torch.randn(tokens, features, device=DEVICE).bfloat16()
     flags = dict(zip(("rowwise", "columnwise"), usage, strict=True))
-    ours, tes = (quantizer("e4m3", scale, **flags) for _ in range(2))
-    assert difference(swiglu(extension.swiglu, x, ours), extension.swiglu(x, tes), ours, tes) is None
-    ours, tes = (quantizer("e5m2", scale, **flags) for _ in range(2))
-    bias, found = swiglu_backward(extension.dswiglu, grad, x, ours)
+    fused, separate = (quantizer("e4m3", scale, **flags) for _ in range(2))
+    assert (
+        difference(swiglu(extension.swiglu, x, fused), extension.swiglu(x, separate), fused, separate) is None
+    )
+    fused, separate = (quantizer("e5m2", scale, **flags) for _ in range(2))
+    bias, actual = swiglu_backward(extension.dswiglu, grad, x, fused)
     assert bias is None
-    assert difference(found, tes(extension.dswiglu(grad, x, None)), ours, tes) is None
+    assert difference(actual, separate(extension.dswiglu(grad, x, None)), fused, separate) is None
 
 
 def test_nan_stays_nan():
     x = torch.zeros(64, 256, device=DEVICE, dtype=torch.bfloat16)
     x[3, 5], x[3, 133] = float("nan"), 1.0
-    found = swiglu(None, x, quantizer("e4m3", 1.0))
-    for bits in (found._data, found._transpose.T):
+    actual = swiglu(None, x, quantizer("e4m3", 1.0))
+    for bits in (actual._data, actual._transpose.T):
         assert bits.view(torch.float8_e4m3fn).float().isnan().nonzero().tolist() == [[3, 5]]
 
 

@@ -94,11 +94,11 @@ def test_the_optimizers_kernel_matches_its_reference(name, master):
     assert moved > 1 and (from_kernel - reference).norm() < (1e-5 if exact else 3e-2) * moved
     assert {key: tensor.dtype for key, tensor in state.items()} == {k: t.dtype for k, t in plain.items()}
     for moment, form in zip((moments.FIRST, moments.SECOND), formats, strict=True):
-        expected, got = moments.read(plain, moment), moments.read(state, moment)
-        error = (got - expected).norm() / expected.norm()
+        expected, actual = moments.read(plain, moment), moments.read(state, moment)
+        error = (actual - expected).norm() / expected.norm()
         assert error < {"fp32": 1e-6, "bf16": 5e-3, "fp16": 1e-3, "fp8": 3e-2}[form], (moment, error)
         if form in ("fp16", "fp8"):
-            assert (got == expected).float().mean() > 0.9, "the same random bits round the same way"
+            assert (actual == expected).float().mean() > 0.9, "the same random bits round the same way"
 
 
 def test_blocks_in_the_kernel_keep_zeros_tiny_values_and_large_ones():

@@ -30,10 +30,10 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def test_casts_match_the_cpu_bit_for_bit(shape):
     torch.manual_seed(0)
     x = torch.randn(shape).bfloat16() * 3
-    found, expected = cast(x.to(DEVICE)), cast(x)
-    assert torch.equal(bits(found.rows), bits(expected.rows))
-    assert torch.equal(bits(found.columns), bits(expected.columns))
-    assert found.inverse.item() == pytest.approx(expected.inverse.item(), rel=1e-6)
+    actual, expected = cast(x.to(DEVICE)), cast(x)
+    assert torch.equal(bits(actual.rows), bits(expected.rows))
+    assert torch.equal(bits(actual.columns), bits(expected.columns))
+    assert actual.inverse.item() == pytest.approx(expected.inverse.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("rows", [16, 400])
@@ -46,14 +46,14 @@ def test_gradients_of_logits_match_the_cpu(rows):
     assert loss.item() == pytest.approx(expected[0].item(), rel=1e-5) and correct == expected[1]
     torch.testing.assert_close(log_sum.cpu(), expected[2])
     columns = torch.zeros(2064, rows + 32, dtype=torch.uint8, device=DEVICE).view(E5M2)
-    found, at_label = cast_gradient(logits.to(DEVICE), labels.to(DEVICE), log_sum, columns, 16)
+    actual, at_label = cast_gradient(logits.to(DEVICE), labels.to(DEVICE), log_sum, columns, 16)
     wanted, _ = cast_gradient(logits, labels, log_sum.cpu(), columns.cpu(), 16)
-    torch.testing.assert_close(at_label, found.float().sum(1) / -GRADIENT_SCALE)
-    found = found.cpu()
-    assert (bits(found) != bits(wanted)).float().mean() < 1e-3  # the last bit of exp differs
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=0.26, atol=0)  # one step of E5M2
+    torch.testing.assert_close(at_label, actual.float().sum(1) / -GRADIENT_SCALE)
+    actual = actual.cpu()
+    assert (bits(actual) != bits(wanted)).float().mean() < 1e-3  # the last bit of exp differs
+    torch.testing.assert_close(actual.float(), wanted.float(), rtol=0.26, atol=0)  # one step of E5M2
     inside = bits(columns)[:, 16 : 16 + rows]
-    assert torch.equal(inside, bits(found).T)
+    assert torch.equal(inside, bits(actual).T)
     assert not bits(columns)[:, :16].any() and not bits(columns)[:, 16 + rows :].any()
 
 
@@ -74,8 +74,8 @@ def test_label_gradients_match_the_cpu_and_are_deterministic(tokens, width, dtyp
         add_labels_to_weight_grad_(by_weight, hidden.to(device), *given)
         return by_hidden.cpu(), by_weight.cpu()
 
-    found, again, wanted = added(DEVICE), added(DEVICE), added("cpu")
-    for mine, same, expected in zip(found, again, wanted, strict=True):
+    actual, again, wanted = added(DEVICE), added(DEVICE), added("cpu")
+    for mine, same, expected in zip(actual, again, wanted, strict=True):
         assert torch.equal(mine, same)
         close = 1e-2 if expected.dtype == torch.bfloat16 else 1e-4
         torch.testing.assert_close(mine, expected, rtol=close, atol=close)

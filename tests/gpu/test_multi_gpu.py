@@ -137,9 +137,9 @@ def summary(run: Path) -> dict:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_mode_has_the_losses_of_one_gpu(one, many, mode, precision):
     reference, run = one / f"single-{precision}", many[mode] / f"{mode}-{precision}"
-    expected, got = (logged(r, "train/loss") for r in (reference, run))
-    assert sorted(got) == list(range(1, STEPS + 1))
-    gaps = [abs(got[step] - expected[step]) / expected[step] for step in expected]
+    expected, actual = (logged(r, "train/loss") for r in (reference, run))
+    assert sorted(actual) == list(range(1, STEPS + 1))
+    gaps = [abs(actual[step] - expected[step]) / expected[step] for step in expected]
     norms, ours = (logged(r, "train/grad_norm") for r in (reference, run))
     print(mode, precision, f"largest loss gap {max(gaps):.1e}, first norm {ours[1]:.4f}, {norms[1]:.4f}")
     assert gaps[0] < (1e-4 if precision == "bf16" else 2e-3)
@@ -176,8 +176,8 @@ def test_accumulation_has_the_same_losses(many, mode, name):
 def test_gradients_sent_in_fp8_have_about_the_same_losses(tmp_path, mode):
     if mode == "hsdp" and GPUS < 4:
         pytest.skip("needs groups of several GPUs: copies of a shard are not summed in FP8")
-    each = f"{flags(mode, 'bf16')} --no_save_checkpoints --no_export"
-    launch(tmp_path, {"fp32": each, "fp8": f"{each} --grad_reduce_dtype fp8"}, GPUS)
+    common = f"{flags(mode, 'bf16')} --no_save_checkpoints --no_export"
+    launch(tmp_path, {"fp32": common, "fp8": f"{common} --grad_reduce_dtype fp8"}, GPUS)
     exact, sent = (logged(tmp_path / name, "train/loss") for name in ("fp32", "fp8"))
     assert sent[1] == pytest.approx(exact[1], rel=1e-5) and sent != exact
     assert sent == pytest.approx(exact, rel=1e-2)
@@ -203,8 +203,8 @@ def test_fp8_all_gather_has_the_same_losses_and_resumes_exactly(tmp_path, one, m
     """Weights are rounded to FP8 in both runs; only the source of their scales may differ."""
     fp8 = f"{flags(mode, 'current')} --fp8_all_gather"
     launch(tmp_path, {"whole": fp8}, GPUS)
-    expected, got = (logged(r, "train/loss") for r in (one / "single-current", tmp_path / "whole"))
-    gaps = [abs(got[step] - expected[step]) / expected[step] for step in expected]
+    expected, actual = (logged(r, "train/loss") for r in (one / "single-current", tmp_path / "whole"))
+    gaps = [abs(actual[step] - expected[step]) / expected[step] for step in expected]
     print(mode, f"gathered in FP8: largest loss gap {max(gaps):.1e}")
     assert gaps[0] < 2e-3 and max(gaps) < 2e-2
     resume = f"{fp8} --no_export --resume {tmp_path}/whole/checkpoints/step_{STEPS:06d}"
@@ -278,9 +278,9 @@ def test_a_run_resumes_in_every_mode_with_exact_weights_and_optimizer(tmp_path, 
     launch(path, {"single": f"{flags('', 'delayed', gpus=1)} {resume}"}, 1)
     expected = whole_checkpoint(first)
     for name in (*targets, "single"):
-        got = whole_checkpoint(path / name)
-        assert got.keys() == expected.keys(), name
-        different = [key for key, tensor in expected.items() if not torch.equal(tensor, got[key])]
+        actual = whole_checkpoint(path / name)
+        assert actual.keys() == expected.keys(), name
+        different = [key for key, tensor in expected.items() if not torch.equal(tensor, actual[key])]
         assert not different, (name, different[:5])
         assert summary(path / name)["eval_loss"] == pytest.approx(summary(first)["eval_loss"], rel=2e-3)
 
@@ -303,9 +303,9 @@ def check_offload(
     assert logged(folder / "offloaded", "train/loss") == logged(folder / "plain", "train/loss")
     expected = whole_checkpoint(folder / "plain")
     for name in ("offloaded", "resumed"):
-        got = whole_checkpoint(folder / name)
-        assert got.keys() == expected.keys()
-        assert not [key for key, tensor in expected.items() if not torch.equal(tensor, got[key])], name
+        actual = whole_checkpoint(folder / name)
+        assert actual.keys() == expected.keys()
+        assert not [key for key, tensor in expected.items() if not torch.equal(tensor, actual[key])], name
 
 
 def command(folder: Path, steps: int) -> list[str]:
@@ -326,9 +326,9 @@ def signal_a_worker(folder: Path, steps: int, number: int) -> tuple[subprocess.P
             if (folder / "metrics.jsonl").exists() and len(logged(folder, "train/loss")) >= 7:
                 break
             time.sleep(0.05)
-        found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout
+        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout
         sent = time.monotonic()
-        os.kill(int(found.split()[1]), number)
+        os.kill(int(children.split()[1]), number)
         output, _ = process.communicate(timeout=300)
         print(output[-4000:])
         return process, time.monotonic() - sent

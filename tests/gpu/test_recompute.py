@@ -38,20 +38,20 @@ def train(name: str, *, packed: bool, steps: int = 3, family: str = "llama", **o
     autocast = autocast_of(name)
     model = build(spec(family=family, layers=LAYERS), use_te=True, packed=packed, **options)
     lengths = [[100, 156]] * 8 if packed else [[256]] * 8
-    found = []
+    tensors = []
     for step in range(steps):
         for micro_batch in range(2):
             model.first_micro_batch = micro_batch == 0
             with autocast():
                 loss = model(**batch(lengths, packed=packed, seed=2 * step + micro_batch)).loss
             loss.backward()
-            found.append(loss.detach())
-        found += [p.grad.clone() for p in model.parameters()]
+            tensors.append(loss.detach())
+        tensors += [p.grad.clone() for p in model.parameters()]
         with torch.no_grad():
             for p in model.parameters():
                 p -= 1e-5 * p.grad
                 p.grad = None
-    return [*found, *scaling_state(model).values()]
+    return [*tensors, *scaling_state(model).values()]
 
 
 @pytest.mark.parametrize("name", ["bf16", "delayed", "current", "block"])
@@ -60,8 +60,8 @@ def test_every_level_equals_no_recomputation_bit_for_bit(name, recompute, monkey
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     native = {"native": NativeOptions(cache_fp8_weights=name != "delayed")}
     expected = train(name, packed=False, **native)
-    found = train(name, packed=False, recompute=recompute, **native)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual = train(name, packed=False, recompute=recompute, **native)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("recompute", [*LEVELS, "layer:2"])
@@ -70,8 +70,8 @@ def test_offloaded_activations_return_unchanged(recompute, monkeypatch):
     monkeypatch.setattr(offload, "SMALLEST", 2**12)
     options = {"packed": False, "recompute": recompute}
     expected = train("delayed", **options)
-    found = train("delayed", **options, offload_activations=True)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual = train("delayed", **options, offload_activations=True)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_offloaded_activations_leave_the_gpu():
@@ -99,8 +99,8 @@ def test_offloaded_activations_leave_the_gpu():
 @pytest.mark.parametrize("recompute", LEVELS)
 def test_levels_of_packed_batches_have_the_same_gradients(family, recompute):
     expected = train("delayed", packed=True, steps=1, family=family)
-    found = train("delayed", packed=True, steps=1, family=family, recompute=recompute)
-    for a, b in zip(found, expected, strict=True):
+    actual = train("delayed", packed=True, steps=1, family=family, recompute=recompute)
+    for a, b in zip(actual, expected, strict=True):
         assert (a.float() - b.float()).norm() <= 1e-2 * b.float().norm()
 
 

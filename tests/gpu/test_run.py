@@ -84,9 +84,9 @@ def test_a_stopped_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path
     assert 3 <= max(losses(stopped)) < LONG
     train(stopped, flags)
     assert losses(stopped) == losses(uninterrupted)
-    expected, got = checkpoint(uninterrupted), checkpoint(stopped)
-    assert expected.keys() == got.keys()
-    different = [name for name, tensor in expected.items() if not torch.equal(tensor, got[name])]
+    expected, actual = checkpoint(uninterrupted), checkpoint(stopped)
+    assert expected.keys() == actual.keys()
+    different = [name for name, tensor in expected.items() if not torch.equal(tensor, actual[name])]
     assert not different
     assert any(name.startswith("fp8/") for name in expected) == (
         "delayed" in precision or "moment" in precision

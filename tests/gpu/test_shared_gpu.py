@@ -49,10 +49,10 @@ def test_two_ranks_have_the_losses_of_one(one, many):
     folder = many[1]
     for name in OPTIONS:
         expected = logged(one / ("moments" if name == "moments" else "plain"), "train/loss")
-        found = logged(folder / name, "train/loss")
-        gap = max(abs(found[step] / expected[step] - 1) for step in expected)
+        actual = logged(folder / name, "train/loss")
+        gap = max(abs(actual[step] / expected[step] - 1) for step in expected)
         print(f"{many[0]} {name}: largest gap {gap:.1e}")
-        assert sorted(found) == list(range(1, STEPS + 1))
+        assert sorted(actual) == list(range(1, STEPS + 1))
         assert gap < 2e-2, name
         states = json.loads((folder / f"{name}.ranks.json").read_text())
         assert len({rank["scaling"] for rank in states}) == 1, "scales differ between ranks"
@@ -61,17 +61,17 @@ def test_two_ranks_have_the_losses_of_one(one, many):
 def test_recomputation_on_two_ranks_has_the_same_losses(many):
     plain = logged(many[1] / "plain", "train/loss")
     for name in ("mlp", "layer"):
-        found = logged(many[1] / name, "train/loss")
-        assert found[1] == pytest.approx(plain[1], rel=1e-4) and found == pytest.approx(plain, rel=1e-2)
+        actual = logged(many[1] / name, "train/loss")
+        assert actual[1] == pytest.approx(plain[1], rel=1e-4) and actual == pytest.approx(plain, rel=1e-2)
 
 
 def test_moments_of_two_ranks_resume_on_one_bit_for_bit(many, tmp_path):
     run = many[1] / "moments"
     resume = f"--resume {run}/checkpoints/step_{STEPS:06d}"
     run_all(tmp_path, {"again": settings("", f"{OPTIONS['moments']} {resume}", ranks=1)}, 1)
-    expected, found = whole_checkpoint(run), whole_checkpoint(tmp_path / "again")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    expected, actual = whole_checkpoint(run), whole_checkpoint(tmp_path / "again")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(("mode", "other"), [("ddp", "fsdp_full"), ("fsdp_full", "ddp")])

@@ -47,8 +47,8 @@ def compare_logits(model_spec, packed, monkeypatch, *, cosine) -> None:
         logits.log_softmax(-1), reference.log_softmax(-1), log_target=True, reduction="none"
     ).sum(-1)
     assert divergence.max() < 5e-3 and divergence.mean() < 1e-3
-    found = F.cosine_similarity(logits, reference, dim=-1)
-    assert found.min() >= cosine
+    actual = F.cosine_similarity(logits, reference, dim=-1)
+    assert actual.min() >= cosine
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -78,9 +78,9 @@ def test_gradients_of_families_match_hugging_face(family, tied, packed, tmp_path
         loss.backward()
         return dict(export_tensors(model, lambda weights: [w.grad.float() for w in weights]))
 
-    expected, found = gradients(False), gradients(True)
-    assert found.keys() == expected.keys()
-    errors = {name: (found[name] - grad).norm() / grad.norm() for name, grad in expected.items()}
+    expected, actual = gradients(False), gradients(True)
+    assert actual.keys() == expected.keys()
+    errors = {name: (actual[name] - grad).norm() / grad.norm() for name, grad in expected.items()}
     worst = max(errors, key=errors.get)
     assert errors[worst] < 0.15, (worst, errors[worst])
 
@@ -119,10 +119,10 @@ def compare_with_bf16(model_spec, name, packed) -> None:
     for key, grad in grads.items():
         error = (grad - reference_grads[key]).norm() / reference_grads[key].norm()
         assert error < 0.35, f"{key}: relative error {error:.3f}"
-    found = coverage(model, precision)
-    assert found.fp8_modules == 3 * model_spec.config.num_hidden_layers  # qkv, proj, mlp
-    head = next(row for row in found.rows if row.modules == "lm_head")
-    assert head.precision == "bf16" and found.fp8_gemm_share == pytest.approx(1 - head.gemm_share)
+    actual = coverage(model, precision)
+    assert actual.fp8_modules == 3 * model_spec.config.num_hidden_layers  # qkv, proj, mlp
+    head = next(row for row in actual.rows if row.modules == "lm_head")
+    assert head.precision == "bf16" and actual.fp8_gemm_share == pytest.approx(1 - head.gemm_share)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -256,6 +256,6 @@ def test_unfused_attention_is_detected(monkeypatch):
     _attention_backends["backend_selection_requires_update"] = True
     model = build(spec(layers=1), use_te=True, packed=False)
     step(model, batch([[128]], packed=False), bf16())
-    found = attention_backend()
+    actual = attention_backend()
     _attention_backends["attention_params"] = None
-    assert found == "unfused"
+    assert actual == "unfused"

@@ -139,8 +139,8 @@ def test_many_gpus_have_the_losses_of_one(tmp_path: Path):
     launch(tmp_path, {n: f"{flags} --batch_size 2 --sharding_mode {m}" for n, m in MODES.items()}, GPUS)
     expected = logged(tmp_path / "one" / "single", "train/loss")
     for name in MODES:
-        got = logged(tmp_path / name, "train/loss")
-        gaps = [abs(got[step] - expected[step]) / expected[step] for step in expected]
+        actual = logged(tmp_path / name, "train/loss")
+        gaps = [abs(actual[step] - expected[step]) / expected[step] for step in expected]
         print(f"{name}: largest loss gap {max(gaps):.1e}")
         assert gaps[0] < 3e-3 and max(gaps) < 2e-2, name
         environment = json.loads((tmp_path / name / "env.json").read_text())

@@ -95,8 +95,8 @@ def read_deepspeed_config(path: str) -> dict[str, Any]:
     """Read a DeepSpeed JSON file. Relative paths start at the working directory or this repository."""
     file = next((file for file in (Path(path).expanduser(), ROOT / path) if file.is_file()), None)
     if file is None:
-        ours = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("ds_configs/*.json"))
-        raise bad_setting(f"no such file; ds_configs/ has {', '.join(ours)}", deepspeed_config=path)
+        available = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("ds_configs/*.json"))
+        raise bad_setting(f"no such file; ds_configs/ has {', '.join(available)}", deepspeed_config=path)
     try:
         return read_json(file)
     except UnreadableFile as error:
