@@ -124,6 +124,11 @@ def test_optimizer_traffic(settings, traffic):
     assert adam_bytes(plan_of(**settings).setup) == traffic
 
 
+def test_attention_of_cudnn_has_its_own_rate():
+    flash, cudnn = (plan_of(flash_attention=on).seconds["attention"] for on in (True, False))
+    assert [flash, cudnn] == pytest.approx([0.1233, 0.1430], rel=0.01)  # of the 8B's 52.8 TFLOP
+
+
 GATHERED_IN_FP8 = FP8 | {"fp8_scenario": "current", "sharding_mode": "fsdp_full", "fp8_all_gather": True}
 
 

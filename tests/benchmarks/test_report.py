@@ -214,15 +214,6 @@ def test_the_overview_shows_speed_and_the_mean_gap_over_seeds(tmp_path):
     )
 
 
-def test_the_overview_of_runs_that_are_not_timed_shows_gaps_only(tmp_path):
-    runs = [trained(tmp_path / "bf16", [2.0]), trained(tmp_path / "fp8", [math.nan, 2.0], "delayed")]
-    runs += [trained(tmp_path / "broken", [2.0, math.nan], "current")]
-    runs = [replace(run, summary=run.summary | {"emulated": True}) for run in runs]
-    names, texts = overview(runs, runs[0])
-    assert names == ["bf16", "fp8", "broken"] and texts == ["baseline", "none", "none"]
-    assert "tokens/s" not in report_tables(runs)["runs"].headings
-
-
 def test_each_gap_is_drawn_against_its_own_baseline(tmp_path):
     te, hf = trained(tmp_path / "bf16", [2.0]), trained(tmp_path / "bf16_hf", [4.0])
     runs = [te, hf, trained(tmp_path / "tensorwise", [4.4], "tensorwise")]
