@@ -15,7 +15,6 @@ from tests.te_models.test_emulated_scaling import HIDDEN, RECIPES, layer, rope
 from tests.training.test_run import curve, exported, record, same_bits, saved, train
 
 QK_NORM = {"qk_norm_type": "RMSNorm", "qk_norm_eps": 1e-6, "qk_norm_before_rope": True}
-LENGTHS = [5, 59, 32, 32]
 
 
 def emulated(attention: str = "bshd", **options) -> te.TransformerLayer:
@@ -160,25 +159,6 @@ def test_fused_casts_read_tes_precision(name):
     act = F.silu(gate) * up
     exact = cast("input", act, act.abs().max()).double() @ cast("weight", mlp.fc2_weight).double().T
     assert (y.double() == exact.bfloat16().double()).double().mean() > 0.97
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_packed_sequences_match_separate_ones(name):
-    x = batch().flatten(0, 1)
-    ends = torch.tensor([0, 5, 64, 64, 96, 128], dtype=torch.int32)  # one sequence is empty
-    packed, _ = gradients(emulated("thd", **QK_NORM), x, name, cu_seqlens_q=ends)
-    if name in ("bf16", "block", "mxfp8"):  # a scale covers at most 32 tokens
-        for part, packed_y in zip(x.split(LENGTHS), packed.split(LENGTHS), strict=True):
-            if len(part) == 32 or name == "bf16":
-                alone, _ = gradients(emulated(**QK_NORM), part[None], name)
-                assert error(packed_y, alone[0]) < (1e-3 if name == "bf16" else 1e-2)
-    separate, grads = gradients(emulated(**QK_NORM), x.view(4, 32, HIDDEN), name)
-    even = torch.arange(0, 129, 32, dtype=torch.int32)
-    together, together_grads = gradients(emulated("thd", **QK_NORM), x, name, cu_seqlens_q=even)
-    assert error(together, separate.flatten(0, 1)) < 1e-3
-    for key, grad in grads.items():
-        assert error(together_grads[key], grad.view_as(together_grads[key])) < 1e-2, key
-    assert error(packed, together) > 0.02
 
 
 def test_unknown_arguments_of_tes_layer_are_refused():

@@ -56,11 +56,10 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize(
-    "precision", [BF16, fp8("delayed"), fp8("current")], ids=["bf16", "delayed", "current"]
-)
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("recompute", [*LEVELS, "cheap:1+full:1"])
-def test_every_level_equals_no_recomputation_bit_for_bit(recompute, precision):
+def test_every_level_equals_no_recomputation_bit_for_bit(recompute, recipe):
+    precision = BF16 if recipe == "bf16" else fp8(recipe)
     expected = train(OPTIONS, precision)
     assert equal(train(replace(OPTIONS, recompute=recompute), precision), expected)
     if recompute in ("layer", "full"):
