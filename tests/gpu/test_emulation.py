@@ -193,10 +193,6 @@ def state_gap(modules: dict[str, torch.nn.Module]) -> dict[str, float]:
     return gaps
 
 
-def report(what: str, errors: dict[str, float]) -> None:
-    print(f"\n{what}: " + ", ".join(f"{key} {value:.1e}" for key, value in errors.items()))
-
-
 # GEMMs sum in another order, and TE's forward GEMMs of per-tensor recipes with fewer bits. The last BF16 bit
 # of a sum may then differ, and with it an FP8 code in the next GEMM, by 2^-4 of the value.
 @pytest.mark.parametrize("name", RECIPES)
@@ -204,7 +200,6 @@ def report(what: str, errors: dict[str, float]) -> None:
 def test_linears_match_te(make, name):
     x = torch.randn(TOKENS, HIDDEN, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
     errors = compare(make, name, x.bfloat16(), {}, steps=4)
-    report(f"{make.__name__} {name}", errors)
     assert max(errors.values()) < (0.003 if name == "bf16" else 0.01 if make is linear else 0.03)
 
 
@@ -226,7 +221,6 @@ def test_layers_match_te(attention, options, name):
         call |= {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths, "pad_between_seqs": False}
         call |= {"max_seqlen_q": 256, "max_seqlen_kv": 256}
     errors = compare(layer(attention, **options), name, x, call, steps=4)
-    report(f"layer {attention} {'qwen3' if options else 'llama'} {name}", errors)
     assert max(errors.values()) < (0.01 if name == "bf16" else 0.1)
 
 
@@ -260,7 +254,6 @@ def test_recomputation_updates_scaling_state_as_in_te(reentrant):
                 y = te_module(backend).checkpoint(module, x.clone().requires_grad_(), **call)
             y.float().square().mean().backward()
     gaps = state_gap(modules)
-    report(f"recomputation, reentrant {reentrant}", gaps)
     assert max(gaps.values()) < 0.1
 
 

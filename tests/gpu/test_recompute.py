@@ -166,20 +166,10 @@ def test_levels_keep_the_predicted_memory(name):
         del model, loss
     precision = {"mixed_precision": "bf16"} if name == "bf16" else {"mixed_precision": "fp8"}
     cfg = config_from_dict({"use_te": True, "batch_size": 4, "max_seq_length": 2048, **precision})
-    shape = ModelShape(
-        hidden_size=1024,
-        num_layers=LAYERS,
-        num_heads=16,
-        num_kv_heads=4,
-        head_dim=64,
-        ffn_hidden_size=4096,
-        vocab_size=2048,
-    )
-    size = ModelSize(10**8, shape)
+    size = ModelSize(10**8, ModelShape.from_hf_config(config))
     job = TrainingSetup(cfg, size, choose_optimizer(cfg, "single", on_gpu=True), "single", 1, 1)
     for level in RECOMPUTE_LEVELS:
         more = kept[level] - kept["full"]
         predicted = LAYERS * (kept_activations(job, level) - kept_activations(job, "full"))
         predicted += fp8_copies(job) * (level == "none")
-        print(f"{name} {level}: {more / 1e6:.1f} MB, predicted {predicted / 1e6:.1f}")
         assert more == pytest.approx(predicted, rel=0.05, abs=2e6), level
