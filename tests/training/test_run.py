@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.children import forked, preload, running
-from tests.training.parallel.jobs import SMALL, curve, exported, same_bits
+from tests.training.parallel.jobs import SMALL, curve, exported, record, same_bits
 
 preload(__name__)
 
@@ -46,10 +46,6 @@ def train(folder: Path, flags: str = "", *, code: int = 0) -> Path:
     argv = [*shlex.split(SMALL), "--output_dir", str(folder), *shlex.split(flags)]
     assert main(argv, description="test", start=lambda cfg: CPU) == code
     return folder
-
-
-def record(folder: Path, name: str) -> dict:
-    return json.loads((folder / name).read_text())
 
 
 def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:

@@ -133,8 +133,12 @@ def last_logged(folder: Path) -> int:
     return max(curve(folder), default=0) if (folder / "metrics.jsonl").exists() else 0
 
 
+def record(folder: Path, name: str) -> dict:
+    return json.loads((folder / name).read_text())
+
+
 def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
+    return record(folder, "summary.json")
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
