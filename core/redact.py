@@ -19,7 +19,7 @@ TOKENS = (
 # A variable's name: a part of it ends with one of these words (TOKENIZER does not) ...
 PASSWORD_NAME = re.compile(r"(SECRET|PASSWORD|PASSWD|PASSPHRASE)S?\d*(_|$)", re.IGNORECASE)
 KEY_NAME = re.compile(r"(KEY|TOKEN|CREDENTIAL)S?\d*(_|$)", re.IGNORECASE)
-# ... unless the last part says that the value is something else: KEY_FIELD, TOKEN_PATH.
+# ... unless the last part shows that the value is something else: KEY_FIELD, TOKEN_PATH.
 NAME_OF_NO_SECRET = re.compile(
     r"_(FIELD|COLUMN|NAME|PATH|FILE|DIR|FOLDER|TYPE|COUNT|LIMIT|LENGTH)S?$", re.IGNORECASE
 )

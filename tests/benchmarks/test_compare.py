@@ -200,7 +200,7 @@ def test_the_verdict_is_a_test_over_pairs_of_one_seed(tmp_path, capsys, losses, 
     (record,) = json.loads((tmp_path / "verdict.json").read_text())["variants"].values()
     assert (record["training"]["verdict"], record["evaluation"]["verdict"]) == (training, "PASS")
     assert record["training"]["gaps_percent"] == pytest.approx(
-        [100 * (ours / theirs - 1) for theirs, ours in zip(values[::2], values[1::2], strict=True)]
+        [100 * (loss / reference - 1) for reference, loss in zip(values[::2], values[1::2], strict=True)]
     )
     html = (tmp_path / "report.html").read_text()
     assert html.index(f"{training} for delayed") < html.index("<h1>"), "the report opens with the answer"

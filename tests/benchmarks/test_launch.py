@@ -49,7 +49,7 @@ def test_a_command_line_restores_the_settings():
 
 
 @pytest.mark.parametrize(
-    ("recorded", "asked", "accepted"),
+    ("recorded", "requested", "accepted"),
     [
         ({}, {}, True),
         ({}, {"save_interval": 7, "num_workers": 0, "use_wandb": True, "wandb_project": "p"}, True),
@@ -64,8 +64,8 @@ def test_a_command_line_restores_the_settings():
         (CHOSEN, {"batch_size": "auto", "gradient_accumulation_steps": 4}, False),
     ],
 )
-def test_a_finished_run_has_the_same_settings_and_length(recorded, asked, accepted, tmp_path):
-    cfg = config_from_dict({"output_dir": str(tmp_path), "max_steps": 20} | asked)
+def test_a_finished_run_has_the_same_settings_and_length(recorded, requested, accepted, tmp_path):
+    cfg = config_from_dict({"output_dir": str(tmp_path), "max_steps": 20} | requested)
     assert not is_finished(cfg)
     write_run(tmp_path, losses=[2.0], summary={"steps": 20}, max_steps=20, **recorded)
     if not accepted:

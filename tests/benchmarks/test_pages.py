@@ -45,7 +45,7 @@ def named_studies(text: str) -> list[str]:
 
 @cache
 def tables() -> list[Table]:
-    found = []
+    quoted_tables = []
     for page in PAGES:
         for section in re.split(r"^##+ ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
             title = section.split("\n")[0]
@@ -53,8 +53,8 @@ def tables() -> list[Table]:
             for block in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
                 lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
                 rows = [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
-                found.append(Table(page.name, title, quoted, rows))
-    return found
+                quoted_tables.append(Table(page.name, title, quoted, rows))
+    return quoted_tables
 
 
 def find(page: str, title: str) -> Table:
@@ -153,9 +153,9 @@ def pairs_of(study: str) -> list[tuple[RunRecord, RunRecord]]:
 def test_gaps_of_a_thousand_steps_are_those_of_the_record():
     pairs = pairs_of("thousand_steps/te") + pairs_of("thousand_steps/hf")
     for row in find("studies.md", "A thousand steps").rows:
-        own = [pair for pair in pairs if pair[0].precision == row["recipe"].split(",")[0]]
+        same_recipe = [pair for pair in pairs if pair[0].precision == row["recipe"].split(",")[0]]
         for seed, column in ((42, "seed 42"), (43, "43"), (44, "44")):
-            gaps = [100 * tail_gap(*pair) for pair in own if pair[0].config["seed"] == seed]
+            gaps = [100 * tail_gap(*pair) for pair in same_recipe if pair[0].config["seed"] == seed]
             assert not row[column] or any(shows(row[column], gap) for gap in gaps), (row, column)
 
 

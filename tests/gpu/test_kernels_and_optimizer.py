@@ -128,17 +128,17 @@ def test_fp32_masters_follow_transformer_engines_optimizer():
 
     torch.manual_seed(1)
     start = torch.nn.Linear(257, 301, bias=False).weight.bfloat16().to(DEVICE)
-    theirs = torch.nn.Parameter(start.clone())
+    te_weight = torch.nn.Parameter(start.clone())
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    full = FusedAdam([theirs], **settings, master_weights=True)
+    full = FusedAdam([te_weight], **settings, master_weights=True)
     for step in range(30):
         if step != 3:
-            theirs.grad = gradients(step) * 0.5
+            te_weight.grad = gradients(step) * 0.5
             full.step()
     _, weight, state = trained(DEVICE, ("fp32", "fp32"), True)
     master, expected = (
         merge_master(weight, state["master_param"].to(DEVICE)),
-        full.state[theirs]["master_param"],
+        full.state[te_weight]["master_param"],
     )
     moved = (expected - start.float()).abs().median()
     assert moved > 0 and (master - expected).abs().max() < 1e-4 * moved

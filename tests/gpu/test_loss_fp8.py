@@ -69,16 +69,16 @@ def test_label_gradients_match_the_cpu_and_are_deterministic(tokens, width, dtyp
 
     def added(device):
         by_hidden, by_weight = torch.ones_like(hidden, device=device), weight.to(device, dtype, copy=True)
-        given = [t.to(device) for t in (labels, at_label)]
-        add_labels_to_hidden_grad_(by_hidden, weight.to(device), *given)
-        add_labels_to_weight_grad_(by_weight, hidden.to(device), *given)
+        on_device = [t.to(device) for t in (labels, at_label)]
+        add_labels_to_hidden_grad_(by_hidden, weight.to(device), *on_device)
+        add_labels_to_weight_grad_(by_weight, hidden.to(device), *on_device)
         return by_hidden.cpu(), by_weight.cpu()
 
     actual, again, wanted = added(DEVICE), added(DEVICE), added("cpu")
-    for mine, same, expected in zip(actual, again, wanted, strict=True):
-        assert torch.equal(mine, same)
+    for once, same, expected in zip(actual, again, wanted, strict=True):
+        assert torch.equal(once, same)
         close = 1e-2 if expected.dtype == torch.bfloat16 else 1e-4
-        torch.testing.assert_close(mine, expected, rtol=close, atol=close)
+        torch.testing.assert_close(once, expected, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("tokens", [16, 300, 1024])
@@ -100,8 +100,8 @@ def test_loss_and_gradients_match_the_cpu(tokens, tokens_per_gemm, monkeypatch):
 
     (loss, *grads), (expected, *wanted) = step(DEVICE), step("cpu")
     assert loss == pytest.approx(expected, rel=1e-3)
-    for grad, other in zip(grads, wanted, strict=True):
-        assert (grad - other).norm() / other.norm() < 0.02
+    for grad, reference in zip(grads, wanted, strict=True):
+        assert (grad - reference).norm() / reference.norm() < 0.02
 
 
 @pytest.mark.parametrize("flags", ["", "--no_use_te"])

@@ -96,10 +96,12 @@ def group(modes: list[str]) -> dict[str, str]:
     runs = {f"{m}-current": flags(m, "current") for m in modes}
     runs |= {f"{m}-bf16-2": flags(m, "bf16", accumulation=2) for m in modes}
     summed = {m: flags(m, "current", accumulation=2) for m in modes if m not in ZERO}
-    runs |= {f"{m}-current-2": given for m, given in summed.items()}
-    runs |= {f"{m}-current-2-recomputed": f"{given} --gradient_checkpointing" for m, given in summed.items()}
+    runs |= {f"{m}-current-2": options for m, options in summed.items()}
+    runs |= {
+        f"{m}-current-2-recomputed": f"{options} --gradient_checkpointing" for m, options in summed.items()
+    }
     runs |= {f"{m}-recomputed": f"{flags(m, 'delayed')} --gradient_checkpointing" for m in modes}
-    return kept | {name: f"{given} --no_save_checkpoints --no_export" for name, given in runs.items()}
+    return kept | {name: f"{options} --no_save_checkpoints --no_export" for name, options in runs.items()}
 
 
 class Families:
@@ -140,11 +142,12 @@ def test_a_mode_has_the_losses_of_one_gpu(one, many, mode, precision):
     expected, actual = (logged(r, "train/loss") for r in (reference, run))
     assert sorted(actual) == list(range(1, STEPS + 1))
     gaps = [abs(actual[step] - expected[step]) / expected[step] for step in expected]
-    norms, ours = (logged(r, "train/grad_norm") for r in (reference, run))
-    print(mode, precision, f"largest loss gap {max(gaps):.1e}, first norm {ours[1]:.4f}, {norms[1]:.4f}")
+    reference_norms, norms = (logged(r, "train/grad_norm") for r in (reference, run))
+    first_norms = f"{norms[1]:.4f}, {reference_norms[1]:.4f}"
+    print(mode, precision, f"largest loss gap {max(gaps):.1e}, first norms {first_norms}")
     assert gaps[0] < (1e-4 if precision == "bf16" else 2e-3)
     assert max(gaps) < (5e-3 if precision == "bf16" else 2e-2)
-    assert ours[1] == pytest.approx(norms[1], rel=1e-2 if precision == "bf16" else 5e-2)
+    assert norms[1] == pytest.approx(reference_norms[1], rel=1e-2 if precision == "bf16" else 5e-2)
     for name in ("label_tokens", "tokens", "eval_label_tokens"):
         assert summary(run)[name] == summary(reference)[name]
     assert summary(run)["eval_loss"] == pytest.approx(summary(reference)["eval_loss"], rel=2e-2)
@@ -209,11 +212,11 @@ def test_fp8_all_gather_has_the_same_losses_and_resumes_exactly(tmp_path, one, m
     assert gaps[0] < 2e-3 and max(gaps) < 2e-2
     resume = f"{fp8} --no_export --resume {tmp_path}/whole/checkpoints/step_{STEPS:06d}"
     launch(tmp_path, {"again": resume}, GPUS)
-    whole, again = (whole_checkpoint(tmp_path / name) for name in ("whole", "again"))
-    assert whole.keys() == again.keys() and all(torch.equal(whole[key], again[key]) for key in whole)
+    saved, again = (whole_checkpoint(tmp_path / name) for name in ("whole", "again"))
+    assert saved.keys() == again.keys() and all(torch.equal(saved[key], again[key]) for key in saved)
     exported = load_file(tmp_path / "whole" / "export" / "model.safetensors")
-    ours = whole["model/layers.2.self_attention.proj.weight"]
-    assert torch.equal(exported["model.layers.2.self_attn.o_proj.weight"], ours)
+    weight = saved["model/layers.2.self_attention.proj.weight"]
+    assert torch.equal(exported["model.layers.2.self_attn.o_proj.weight"], weight)
 
 
 def test_a_70b_is_built_on_the_meta_device_and_loaded_in_shards(folder, tmp_path):
@@ -249,9 +252,9 @@ def test_the_export_contains_the_trained_weights(many, mode):
     saved = whole_checkpoint(run)
     names = {"model.norm.weight": "norm.weight"}
     names |= {"model.layers.2.self_attn.o_proj.weight": "layers.2.self_attention.proj.weight"}
-    for theirs, ours in names.items():
-        torch.testing.assert_close(exported[theirs], saved[f"model/{ours}"], rtol=2**-7, atol=0)
-        assert (exported[theirs] != saved[f"model/{ours}"]).float().mean() < 1e-3
+    for exported_name, name in names.items():
+        torch.testing.assert_close(exported[exported_name], saved[f"model/{name}"], rtol=2**-7, atol=0)
+        assert (exported[exported_name] != saved[f"model/{name}"]).float().mean() < 1e-3
 
 
 def whole_checkpoint(run: Path) -> dict[str, torch.Tensor]:
@@ -291,11 +294,11 @@ def test_an_offloaded_optimizer_changes_no_bits_and_its_state_is_resharded(folde
 
 
 def check_offload(
-    mode: str, other: str, precision: str, gpus: int, folder: Path, options: str = "", **variables: str
+    mode: str, other_mode: str, precision: str, gpus: int, folder: Path, options: str = "", **variables: str
 ) -> None:
     """Train with and without --offload_optimizer, and resume in another mode without a step."""
-    given = f"--moment_dtype fp8,fp32 --deterministic --no_export {options}"
-    plain, there = (f"{flags(m, precision, gpus=gpus)} {given}" for m in (mode, other))
+    common = f"--moment_dtype fp8,fp32 --deterministic --no_export {options}"
+    plain, there = (f"{flags(m, precision, gpus=gpus)} {common}" for m in (mode, other_mode))
     resume = f"--offload_optimizer --resume {folder}/offloaded/checkpoints/step_{STEPS:06d}"
     runs = {"plain": plain, "offloaded": f"{plain} --offload_optimizer", "resumed": f"{there} {resume}"}
     printed = launch(folder, runs, gpus, **DETERMINISTIC | variables)

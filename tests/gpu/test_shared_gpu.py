@@ -74,11 +74,11 @@ def test_moments_of_two_ranks_resume_on_one_bit_for_bit(many, tmp_path):
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(("mode", "other"), [("ddp", "fsdp_full"), ("fsdp_full", "ddp")])
-def test_an_offloaded_optimizer_changes_no_bits_and_its_state_is_resharded(mode, other, tmp_path):
-    check_offload(mode, other, "bf16", RANKS, tmp_path, SHARE_GPU="1")
+@pytest.mark.parametrize(("mode", "other_mode"), [("ddp", "fsdp_full"), ("fsdp_full", "ddp")])
+def test_an_offloaded_optimizer_changes_no_bits_and_its_state_is_resharded(mode, other_mode, tmp_path):
+    check_offload(mode, other_mode, "bf16", RANKS, tmp_path, SHARE_GPU="1")
 
 
-@pytest.mark.parametrize(("mode", "other"), [("fsdp_full", "fsdp_grad"), ("fsdp_grad", "fsdp_full")])
-def test_an_offloaded_optimizer_of_fp8_weights_changes_no_bits(mode, other, tmp_path):
-    check_offload(mode, other, "current", RANKS, tmp_path, "--fp8_all_gather", SHARE_GPU="1")
+@pytest.mark.parametrize(("mode", "other_mode"), [("fsdp_full", "fsdp_grad"), ("fsdp_grad", "fsdp_full")])
+def test_an_offloaded_optimizer_of_fp8_weights_changes_no_bits(mode, other_mode, tmp_path):
+    check_offload(mode, other_mode, "current", RANKS, tmp_path, "--fp8_all_gather", SHARE_GPU="1")

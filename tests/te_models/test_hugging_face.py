@@ -219,7 +219,7 @@ def test_the_text_of_a_model_with_images_is_trained_and_exported(model_type, tmp
     export_hf(tmp_path / "export", export_tensors(model), config=model_spec.config)
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "export")
     pairs = zip(loaded.parameters(), model.model.parameters(), strict=True)
-    assert all(torch.equal(ours, theirs.bfloat16()) for ours, theirs in pairs)
+    assert all(torch.equal(exported, trained.bfloat16()) for exported, trained in pairs)
 
 
 # Load-balancing loss of a router

@@ -80,6 +80,6 @@ def test_few_frames_lie_between_the_command_and_backward(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.Tensor, "backward", backward)
     with pytest.raises(ArithmeticError):
         train_fp8.main()
-    ours = [Path(file).relative_to(ROOT).parts for file in files if Path(file).is_relative_to(ROOT)]
-    frames = [parts for parts in ours if parts[0] not in ("tests", ".venv")]
+    in_clone = [Path(file).relative_to(ROOT).parts for file in files if Path(file).is_relative_to(ROOT)]
+    frames = [parts for parts in in_clone if parts[0] not in ("tests", ".venv")]
     assert frames[0] == ("fp8_suite", "train_fp8.py") and len(frames) <= 7, frames

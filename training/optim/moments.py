@@ -161,7 +161,7 @@ def decode(codes: Tensor, exponents: Tensor, *, signed: bool) -> Tensor:
 
 
 def _base(exponents: Tensor, mantissa: int, levels: int) -> Tensor:
-    """Return the rounded bits that code 0 stands for, [..., n] from block exponents [..., n / 64]."""
+    """Return the rounded bits that code 0 represents, [..., n] from block exponents [..., n / 64]."""
     binades = levels >> mantissa
     return ((exponents - (binades - 1)) << mantissa).clamp(min=0).repeat_interleave(BLOCK, -1)
 

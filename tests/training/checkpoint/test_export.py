@@ -83,12 +83,12 @@ def test_experts_are_stored_one_by_one_as_on_the_hub(tmp_path, model_type, small
     source = build(model_type, **sizes, shared_expert_intermediate_size=16).bfloat16()
     source.save_pretrained(tmp_path / "theirs")
     export_hf(tmp_path / "ours", source.state_dict().items(), config=source.config)
-    theirs = load_file(tmp_path / "theirs/model.safetensors")
-    ours = {}
+    saved = load_file(tmp_path / "theirs/model.safetensors")
+    exported = {}
     for path in (tmp_path / "ours").glob("*.safetensors"):
-        ours |= load_file(path)
-    assert ours.keys() == theirs.keys() and any(".experts.3." in name for name in ours)
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+        exported |= load_file(path)
+    assert exported.keys() == saved.keys() and any(".experts.3." in name for name in exported)
+    assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
 
 
 def test_ties_are_found_in_a_part_of_a_composite_config(tmp_path):

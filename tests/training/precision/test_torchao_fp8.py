@@ -153,9 +153,9 @@ def test_the_bf16_weight_is_quantized_wherever_it_is_kept(recipe, stored):
     assert y.dtype == torch.bfloat16 and linear.weight.grad.dtype == x.grad.dtype == stored
     flat = x.detach().bfloat16().flatten(0, 1), linear.weight.detach().bfloat16(), grad.flatten(0, 1)
     expected = [t.bfloat16().float() for t in by_hand(recipe, *flat)]
-    got = [y.flatten(0, 1), x.grad.flatten(0, 1), linear.weight.grad]
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours.float(), theirs, rtol=2**-7, atol=1e-3)
+    actual = [y.flatten(0, 1), x.grad.flatten(0, 1), linear.weight.grad]
+    for result, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(result.float(), reference, rtol=2**-7, atol=1e-3)
 
 
 def test_linears_are_plain_inside_high_precision_linears():
