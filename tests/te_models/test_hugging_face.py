@@ -1,5 +1,7 @@
 """Transformers models: any architecture, packed only if samples stay separate."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from fp8_suite.te_models import hugging_face
 from fp8_suite.te_models.build import build_model, export_tensors
 from fp8_suite.te_models.dependence import refuse_dependent_samples
 from fp8_suite.te_models.families import FAMILIES
+from fp8_suite.te_models.hugging_face import materialize, parameters_on_meta
 from fp8_suite.te_models.kernels.packed_attention import ATTENTION_NAME, packed_attention
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import ModelSpec, find_model
@@ -220,6 +223,34 @@ def test_the_text_of_a_model_with_images_is_trained_and_exported(model_type, tmp
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "export")
     pairs = zip(loaded.parameters(), model.model.parameters(), strict=True)
     assert all(torch.equal(exported, trained.bfloat16()) for exported, trained in pairs)
+
+
+def test_blocks_are_layers_even_if_experts_outnumber_them():
+    def layer() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(8)))
+
+    inner = torch.nn.Module()
+    inner.config, inner.layers = SimpleNamespace(model_type="x"), torch.nn.ModuleList([layer(), layer()])
+    assert hugging_face.HFCausalLM(inner).blocks == list(inner.layers)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_on_meta_have_no_storage_until_materialized(tied):
+    config = AutoConfig.for_model("llama", **TINY, tie_word_embeddings=tied)
+    reference = AutoModelForCausalLM.from_config(config)
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config)
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == dict(reference.named_parameters()).keys()
+    assert all(p.is_meta and p.requires_grad for p in parameters.values())
+    buffers = dict(model.named_buffers())
+    assert buffers and all(torch.equal(b, buffers[name]) for name, b in reference.named_buffers())
+    materialize(model, torch.device("cpu"))
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    model.load_state_dict(reference.state_dict())
+    ids = torch.arange(3, 12)[None]
+    assert torch.equal(model(ids).logits, reference(ids).logits)
 
 
 # Load-balancing loss of a router
