@@ -104,7 +104,7 @@ def measure(argv: list[str]) -> int:
             rows = steps * accumulation * optim.batch_size * arguments.gpus
             write_text(text, rows=rows, tokens=cfg.data.max_seq_length)
             settings = {"split_name": "train"} | settings | {"dataset_name": str(text)}
-            os.environ["HF_DATASETS_CACHE"] = cache  # of the runs: nothing of the made-up rows remains
+            os.environ["HF_DATASETS_CACHE"] = cache  # the runs' cache: nothing of the made-up rows remains
         return run_repeats(settings, folder, arguments)
 
 

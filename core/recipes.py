@@ -189,7 +189,7 @@ RECIPES: dict[str, RecipeSpec] = {
 TE_RECIPES = tuple(name for name, spec in RECIPES.items() if spec.te_class)
 TORCHAO_RECIPES = tuple(name for name, spec in RECIPES.items() if not spec.te_class)
 FALLBACK_RECIPE = TE_RECIPES[0]
-LM_HEAD_RECIPE = "current"  # of --fp8_lm_head, whatever recipe the layers use
+LM_HEAD_RECIPE = "current"  # recipe of --fp8_lm_head, whatever recipe the layers use
 BF16_COSTS = StepCosts(gemm_share=0.71, cast_bytes=0)  # from the 8B step of 783 ms, as above
 
 

@@ -53,7 +53,7 @@ class OptionalKernel:
     applies: Callable[[KernelInputs], bool]
     self_test: Callable[..., str | None]  # compares with the library; a problem, or None
     fallback: str | None  # warning if the self-test fails; None: there is no fallback, raise an error
-    arguments: Callable[[KernelInputs], tuple[Any, ...]] = lambda run: ()  # of the self-test
+    arguments: Callable[[KernelInputs], tuple[Any, ...]] = lambda run: ()  # arguments of the self-test
     on: Callable[[KernelInputs], AbstractContextManager] = lambda run: nullcontext()
     off: Callable[[KernelInputs], AbstractContextManager] = lambda run: nullcontext()
 

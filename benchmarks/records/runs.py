@@ -215,7 +215,7 @@ def read_run(folder: Path) -> RunRecord:
         summary=summary,
         wall_time=read_record(folder / "wall_time.json"),
     )
-    try:  # what a report reads from nested values
+    try:  # nested values that a report reads
         _ = (
             run.coverage,
             [part and part.get("fingerprint") for part in (run.environment.get("data") or {}).values()],

@@ -55,7 +55,7 @@ class Judgement:
 
     gaps: tuple[float, ...]
     limit: float = MAX_LOSS_GAP
-    reason: str | None = None  # of a FAIL that needs no test, such as a loss that is not finite
+    reason: str | None = None  # reason of a FAIL that needs no test, such as a loss that is not finite
 
     @property
     def mean(self) -> float | None:
@@ -195,7 +195,7 @@ class Line(NamedTuple):
     loss: str  # training or evaluation
     judgement: Judgement
     speedup: float | None
-    settings: str | None  # that differ, other than precision
+    settings: str | None  # differing settings other than precision
 
 
 LINES: Columns = {

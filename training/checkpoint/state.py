@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 StoredMoments = dict[tuple[str, str], dict[str, Tensor]]  # tensors of (parameter's key, moment), by part
-ELEMENTS_AT_ONCE = 2**28  # of all ranks, loaded together when the format of moments changes
+ELEMENTS_AT_ONCE = 2**28  # elements of all ranks, loaded together when the format of moments changes
 
 
 @dataclass

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     hide_interrupts()
     parser = argparse.ArgumentParser(prog="python -m training.doctor", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--check", choices=CHECKS, help=argparse.SUPPRESS)  # of a child process
+    parser.add_argument("--check", choices=CHECKS, help=argparse.SUPPRESS)  # for a child process
     args = parser.parse_args(argv)
     if args.check:
         print(json.dumps([asdict(finding) for finding in examine(args.check)]))

@@ -147,7 +147,7 @@ def unchanged_numerics(sizing: Sizing) -> Changes:
     if cfg.optim.batch_size != AUTO:
         total = global_batch(cfg.optim, sizing.requested.gpus)
         batch = {"global_batch_size": total, "batch_size": AUTO, "gradient_accumulation_steps": None}
-    if cfg.model.offload_activations:  # which needs a level
+    if cfg.model.offload_activations:  # offloading needs a level
         return batch
     return batch | {"recompute": AUTO, "gradient_checkpointing": False}
 

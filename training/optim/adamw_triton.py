@@ -12,7 +12,7 @@ from torch import Tensor
 BLOCK = tl.constexpr(moments.BLOCK)  # values that share an exponent
 INDEX_FACTOR = tl.constexpr(moments.INDEX_FACTOR)
 NEXT_BITS = tl.constexpr(moments.NEXT_BITS)
-BLOCKS = tl.constexpr(32)  # of one program
+BLOCKS = tl.constexpr(32)  # blocks of one program
 
 
 @triton.jit

@@ -165,7 +165,7 @@ def _chunk(state: State, first: int) -> State:
     """Return the state of a chunk, elements `first` to `first` + CHUNK of the parameter, as vectors."""
     parts = {}
     for name, tensor in state.items():
-        values = moments.BLOCK if name.endswith(moments.EXPONENTS) else 1  # of the parameter, per entry
+        values = moments.BLOCK if name.endswith(moments.EXPONENTS) else 1  # values of the parameter per entry
         parts[name] = tensor.view(-1)[first // values : (first + CHUNK) // values]
     return parts
 

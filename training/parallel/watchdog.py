@@ -140,7 +140,7 @@ class Watchdog:
     # The thread
 
     def _watch(self) -> None:
-        last_response = self._clock  # of the store
+        last_response = self._clock  # time of the store's last answer
         while not self._wait():
             message = None
             try:
