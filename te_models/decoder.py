@@ -52,7 +52,7 @@ class TECausalLM(nn.Module):
         te = te_module(options.te_backend)
         self.config, self.options, self.family = config, options, FAMILIES[config.model_type]
         self.is_native = options.te_backend == "native"
-        self.native = options.native if self.is_native else NativeOptions()
+        self.native_options = options.native if self.is_native else NativeOptions()
         self.fuses_qkv_rope = self.is_native and options.kernels.qkv_rope and not self.family.qk_norm
         # True in the first micro-batch of a step, False in the others, None outside of a step.
         self.first_micro_batch: bool | None = None
@@ -61,7 +61,7 @@ class TECausalLM(nn.Module):
         factory_kwargs = {"device": "meta", "dtype": options.dtype}
         vocabulary, hidden_size = config.vocab_size, config.hidden_size
         self.embed_tokens = nn.Embedding(vocabulary, hidden_size, **factory_kwargs)
-        recipe = self.native.weight_recipe
+        recipe = self.native_options.weight_recipe
         with te.quantized_model_init(enabled=True, recipe=recipe) if recipe else nullcontext():
             self.layers = nn.ModuleList(self._build_layer(i) for i in range(config.num_hidden_layers))
         self.norm = te.RMSNorm(hidden_size, eps=config.rms_norm_eps, **factory_kwargs)
@@ -77,7 +77,7 @@ class TECausalLM(nn.Module):
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         size, eps = head_dim(config), config.rms_norm_eps
         factory_kwargs: dict[str, Any] = {"params_dtype": self.options.dtype, "device": "meta"}
-        if self.native.fuse_gradient_sums:
+        if self.native_options.fuse_gradient_sums:
             factory_kwargs["fuse_wgrad_accumulation"] = True
         qk_norm = {"qk_norm_type": "RMSNorm", "qk_norm_eps": eps, "qk_norm_before_rope": True}
         layer = te.TransformerLayer(
@@ -133,7 +133,7 @@ class TECausalLM(nn.Module):
 
         By default TE casts FSDP2-sharded weights in every pass, because they may have been resharded.
         """
-        if not self.native.cache_fp8_weights:
+        if not self.native_options.cache_fp8_weights:
             return
         for layer, level in zip(self.layers, self.recompute, strict=True):
             for module in layer.modules():
@@ -196,7 +196,7 @@ class TECausalLM(nn.Module):
                 offload=self.offload,
                 **arguments,
             )
-        if level == "none" and self.native.cache_fp8_weights:
+        if level == "none" and self.native_options.cache_fp8_weights:
             arguments = arguments | {"is_first_microbatch": self.first_micro_batch}
         return layer(hidden, **arguments)
 

@@ -2,9 +2,9 @@
 
 docs/development.md lists what a new family needs. `decoder` and `weights` read its entry. A new field of
 `Family` needs code there and in `emulation.transformer`, which refuses arguments that it lacks. If the field
-changes the number of parameters or activations, `benchmarks.plan.inputs` and `training.estimate.memory`
-need it too. FLOPs are counted as for Llama (`te_models.shape.COUNTED`). No other code tests for a family's
-name.
+changes the number of parameters or activations, `benchmarks.plan.inputs` and
+`training.estimate.activations` need it too. FLOPs are counted as for Llama (`te_models.shape.COUNTED`). No
+other code tests for a family's name.
 """
 
 from __future__ import annotations

@@ -49,15 +49,15 @@ def assemble(prepared: PreparedRun) -> Assembly:
     prepared.watchdog.starting("building the optimizer")
     precision_map.apply(model, precision)
     fp8_stats.attach(model)
-    strategy.reshard(model)
+    strategy.reshard(model)  # the packing check ran forward passes, which left weights gathered
     parameters = sum(parameter.numel() for parameter in model.parameters())
 
-    originals = {}
+    unquantized = {}  # BF16 shards, from which the optimizer's masters start
     if setup.optimizer.holds_fp8_weights:
-        originals = quantize_shards(model) if setup.gathers_fp8 else quantize_weights(model)
+        unquantized = quantize_shards(model) if setup.gathers_fp8 else quantize_weights(model)
     optimizer = optim.build_optimizer(model, cfg.optim, setup.optimizer)
-    optim.set_weights(optimizer, model, originals)
-    originals.clear()
+    optim.set_weights(optimizer, model, unquantized)
+    unquantized.clear()
     if setup.gathers_fp8 and torchao:
         torchao_fp8.refresh_scales_after_steps(model, optimizer)
     if prepared.total_steps and not strategy.owns_masters:
