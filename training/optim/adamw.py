@@ -101,10 +101,8 @@ class MasterAdamW(torch.optim.Optimizer):
         """
         count = sum(len(group["params"]) for group in self.param_groups)
         numbers = torch.arange(2 * count, device=self.steps.device) // 2
-        primes = (
-            0x85EBCA77,
-            0xC2B2AE3D,
-        )  # primes of xxHash; `moments.INDEX_FACTOR` would shift the bits by one
+        # These are primes of xxHash; `moments.INDEX_FACTOR` would shift the bits by one.
+        primes = 0x85EBCA77, 0xC2B2AE3D
         return (self.steps.long() * primes[0] + numbers * primes[1])[::2]
 
     def _updating(self) -> AbstractContextManager[Update]:
