@@ -12,7 +12,7 @@ import torch
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError
 from fp8_suite.data import loader
 from fp8_suite.data.build import Loaders
-from fp8_suite.training import run as run_module
+from fp8_suite.training import finish
 from fp8_suite.training import trainer as trainer_module
 from fp8_suite.training.checkpoint.progress import Progress
 from fp8_suite.training.checkpoint.resume import ResumePoint, check_folder, check_resume
@@ -147,7 +147,7 @@ def test_a_rollback_killed_before_its_first_save_is_resumed_from_there(folder, m
 
     resume = f"--resume {folder}/checkpoints/step_000002"
     with monkeypatch.context() as patch:
-        patch.setattr(run_module.Trainer, "train", killed)
+        patch.setattr(finish.Trainer, "train", killed)
         train(folder, f"--max_steps 6 {resume}", code=130)
     train(folder, "--max_steps 6")
     assert "step_000002 at step 2" in capsys.readouterr().out
@@ -199,7 +199,7 @@ def test_failing_sample_answers_do_not_fail_a_finished_run(tmp_path, monkeypatch
     def fail(*_, **__):
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    monkeypatch.setattr(run_module, "generate_answers", fail)
+    monkeypatch.setattr(finish, "generate_answers", fail)
     folder = train(tmp_path / "run", "--max_steps 1 --generate_samples 1")
     assert "WARNING: --generate_samples: no answers (RuntimeError: CUDA error" in capsys.readouterr().out
     assert (folder / "summary.json").exists() and not (folder / "samples.txt").exists()

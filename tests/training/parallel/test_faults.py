@@ -102,7 +102,7 @@ def slow_start_and_end(rank: int) -> None:
     if rank == 1:
         delay(prepare, "_load_data", 8)
     delay(Tracker, "finish", 8)
-    delay(run, "_generate_samples", 8)
+    delay(run, "generate_samples", 8)
 
 
 def stall_at_start(method: str, whose: int, rank: int) -> None:
