@@ -182,6 +182,18 @@ CHANGES = (
         until="the forward pass ends",
     ),
     Change(
+        "environment: WANDB_RUN_GROUP, unless the user set it",
+        "W&B groups the runs of a comparison or sweep",
+        by="benchmarks/records/grid.py:train_all",
+        tested_by="tests/benchmarks/test_sweep.py",
+    ),
+    Change(
+        "environment: HF_DATASETS_CACHE",
+        "rows made up for a throughput measurement leave nothing in the user's cache",
+        by="benchmarks/throughput.py:measure",
+        tested_by="tests/benchmarks/test_throughput.py",
+    ),
+    Change(
         "a feature in nvdlfw_inspect's registry",
         "--fp8_stats_interval counts the casts of TE's layers",
         by="training/precision/fp8_inspect.py:inspecting",

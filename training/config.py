@@ -211,8 +211,8 @@ def config_from_dict(values: dict[str, Any]) -> Config:
 
 # Settings that only earlier versions have -> the values that mean what this one does. None: results
 # do not depend on it, so a recorded run may have any. A user's file may not: it would be ignored.
-REMOVED_SETTINGS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("wandb_mode", "wandb_tags", "wandb_group", "weights_cache_dir", "data_cache_dir"), ()),
+REMOVED_SETTINGS: dict[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys(("wandb_mode", "wandb_tags", "wandb_group", "weights_cache_dir", "data_cache_dir")),
     **dict.fromkeys(("dataset_messages_field", "dataset_prompt_field", "dataset_completion_field"), (None,)),
     "convert_moments": (False, True),
     "fp8_attention": (False,),
@@ -225,8 +225,8 @@ REMOVED_SETTINGS: dict[str, tuple[Any, ...]] = {
 def drop_removed(settings: dict[str, Any], *, recorded: bool = True) -> dict[str, Any]:
     """Drop removed settings of a `recorded` run, or of a user's file. UserError for a value that matters."""
     for name, values in REMOVED_SETTINGS.items():
-        allowed = values or ((settings.get(name) if recorded else None),)
-        if settings.get(name, allowed[0]) not in allowed:
+        may_vary = values is None and recorded
+        if name in settings and not may_vary and settings[name] not in (values or (None,)):
             way_out = "drop it (CHANGELOG.md has its replacement)"
             raise bad_setting(f"removed from this version; {way_out}", **{name: settings[name]})
     return {name: value for name, value in settings.items() if name not in REMOVED_SETTINGS}

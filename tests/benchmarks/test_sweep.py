@@ -1,6 +1,7 @@
 """benchmarks.sweep: the grid, what it runs and skips, and its errors."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -120,3 +121,12 @@ def test_documented_commands_work(tmp_path, capsys, monkeypatch):
     assert len(documented()) >= 2
     for line in documented():
         assert main([*line.split(), "--dry_run", "--output_dir", str(tmp_path)]) == 0, capsys.readouterr().err
+
+
+def test_runs_of_a_sweep_are_a_group_on_wandb_unless_the_user_names_one(tmp_path, monkeypatch):
+    for users, group in ((None, "study"), ("mine", "mine")):
+        monkeypatch.setenv("WANDB_RUN_GROUP", users or "")
+        if users is None:
+            monkeypatch.delenv("WANDB_RUN_GROUP")
+        assert grid.train_all([], tmp_path / "study", lambda run, failures: None) == {}
+        assert os.environ["WANDB_RUN_GROUP"] == group
