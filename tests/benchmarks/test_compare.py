@@ -22,17 +22,12 @@ from fp8_suite.core.files import to_json
 
 from tests.benchmarks.folders import launch_here
 from tests.children import running, wait_for
+from tests.training.parallel.jobs import curve, last_logged
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 # A real comparison
-
-
-def losses(folder: Path) -> dict[int, float]:
-    path = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
 HELD = """
@@ -77,7 +72,7 @@ def compared(tmp_path_factory):
         patch.setattr(grid, "launch", launch_here)
         line = [sys.executable, "-c", COMPARE, *common]
         with running(line, cwd=ROOT, stdout=-1, stderr=-2) as first:
-            wait_for(lambda: losses(bf16) or first.poll() is not None)
+            wait_for(lambda: last_logged(bf16) or first.poll() is not None)
             first.send_signal(signal.SIGTERM)
             stopped, _ = first.communicate(timeout=300)
         resumed = main(common)
@@ -98,7 +93,7 @@ def test_the_same_command_resumes_and_ends_in_a_verdict(compared):
     training = verdict["variants"]["delayed"]["training"]
     tail = {}
     for name in ("bf16", "delayed"):
-        logged = losses(folder / "runs" / name)
+        logged = curve(folder / "runs" / name)
         assert sorted(logged) == list(range(1, 21))
         tail[name] = (logged[19] + logged[20]) / 2  # 10 % of 20
     assert training["gaps_percent"] == [pytest.approx(100 * (tail["delayed"] / tail["bf16"] - 1))]

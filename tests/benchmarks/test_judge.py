@@ -57,11 +57,6 @@ def test_further_seeds_would_decide_at_the_spread_seen(gaps, limit, further):
     assert Judgement(gaps, limit).further_seeds == further
 
 
-def test_one_seed_is_judged_beside_the_recorded_spread():
-    text = Judgement((-0.45,)).describe()
-    assert "-0.45 %" in text and f"{RECORDED_SPREAD:g} %" in text
-
-
 def test_the_spread_is_that_of_the_recorded_studies():
     gaps = []
     for study in ("thousand_steps/te", "fp8-moments/1b/beta2-0.95", "fp8-moments/1b/beta2-0.999"):

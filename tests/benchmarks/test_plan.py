@@ -124,11 +124,6 @@ def test_optimizer_traffic(settings, traffic):
     assert adam_bytes(plan_of(**settings).setup) == traffic
 
 
-def test_attention_of_cudnn_has_its_own_rate():
-    flash, cudnn = (plan_of(flash_attention=on).seconds["attention"] for on in (True, False))
-    assert [flash, cudnn] == pytest.approx([0.1233, 0.1430], rel=0.01)  # of the 8B's 52.8 TFLOP
-
-
 GATHERED_IN_FP8 = FP8 | {"fp8_scenario": "current", "sharding_mode": "fsdp_full", "fp8_all_gather": True}
 
 
@@ -349,8 +344,3 @@ def test_a_gpu_is_described_by_flags():
     gpu = "--gpu X --gpu_memory_gb 205 --bf16_tflops 1307 --fp8_tflops 2614 --memory_tbs 5.3 --link_gbs 4"
     assert "205 GB per GPU" in run(f"{gpu} --gpus 1,8 --use_te --mixed_precision fp8".split())
     assert "120 GB per GPU" in run(["--gpu", "NVIDIA h200", "--gpu_memory_gb", "120", "--gpus", "1"])
-
-
-def test_a_number_of_gpus_given_twice_is_planned_once():
-    text = run(["--model_name", "tiny-llama", "--gpus", "1,1"])
-    assert len(re.findall(r"^\| 1 ", text, re.MULTILINE)) == 2, "one row in each table of rows"

@@ -43,12 +43,6 @@ def test_several_runs_need_an_output_folder_for_figures(tmp_path, capsys):
     assert is_png(tmp_path / "new" / "report" / "loss.png") and not (tmp_path / "runs/a/loss.png").exists()
 
 
-def test_a_study_of_the_table_is_reported_like_run_folders(tmp_path, capsys):
-    assert main(["--study", "h200-compare/1b", "--output_dir", str(tmp_path)]) == 0
-    assert re.search(r"\| delayed +\| fp8 delayed, TE layers +\|", capsys.readouterr().out)
-    assert is_png(tmp_path / "gap.png") and "delayed" in (tmp_path / "report.html").read_text()
-
-
 def test_a_run_that_crashed_before_its_first_line_has_a_row(tmp_path, capsys):
     write_run(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
@@ -75,34 +69,6 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         assert main([str(argument) for argument in arguments]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and reason in error and error.count("\n") == 1
-
-
-def test_files_of_a_run_may_come_from_an_editor(tmp_path, capsys):
-    folder = write_run(tmp_path, losses=[1.0])
-    settings = folder / "settings.json"
-    settings.write_text(settings.read_text(), encoding="utf-8-sig")  # with a byte-order mark, as from Windows
-    assert main([str(folder)]) == 0
-    settings.write_text("[" * 100_000)
-    assert main([str(folder)]) == 2
-    assert "nested too deeply" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("file", "name", "value"),
-    [
-        ("summary.json", "tokens_per_second", "fast"),
-        ("env.json", "versions", "2.11"),
-        ("env.json", "coverage", {"rows": [{"gemm_share": 1}]}),
-        ("settings.json", "seed", []),
-    ],
-)
-def test_values_written_by_hand_are_named_in_one_line(tmp_path, capsys, file, name, value):
-    folder = write_run(tmp_path, losses=[3.0, 2.0], summary=SUMMARY, environment=ENVIRONMENT)
-    path = folder / file
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-    assert main([str(folder)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {folder}") and error.count("\n") == 1
 
 
 def test_scaling_is_relative_to_the_one_gpu_run_of_the_same_work(tmp_path):

@@ -87,14 +87,6 @@ def test_a_name_close_to_a_preset_is_answered_with_it_unless_it_is_a_folder(
     assert spec(name, init="random").family == "qwen3"
 
 
-def test_an_unknown_name_is_answered_with_the_presets(monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"or tiny-llama, tiny-mistral, tiny-qwen2, tiny-qwen3$"):
-        spec("little")
-    with pytest.raises(UserError, match=r"or a preset of te_models/presets\.py$"):
-        spec("little", init="random")
-
-
 @pytest.mark.parametrize("name", ["/no/such/folder", "./x", "../x/y", "runs/a/export", "~nobody/x"])
 def test_a_missing_folder_is_not_requested_from_the_hub(name, requests, tmp_path):
     with pytest.raises(UserError, match=rf"--model_name {name}: there is no such folder"):

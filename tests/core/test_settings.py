@@ -166,8 +166,6 @@ def test_flags_win_over_a_file_and_its_values_are_as_written(tmp_path):
     ("text", "message"),
     [
         ("learning_rat: 1", "unknown setting 'learning_rat'; did you mean 'learning_rate'"),
-        ("- a\n- b", "must hold `setting: value` lines"),
-        ("a: [", "not valid YAML"),
         ("seed: 1\n  batch_size: 2", "not valid YAML: mapping values are not allowed here (line 2)"),
         ("batch_size: 8\nbatch_size: 2", "not valid YAML: duplicate key 'batch_size'"),
         *(
@@ -263,6 +261,7 @@ PLAN = "-m benchmarks.plan"
     [
         *((f"{script} --help", 0, "usage: ") for script in ("train_fp8.py", "train_multi_gpu.py", PLAN)),
         ("train_fp8.py --max_step 3", EXIT_BAD_SETTING, "--max_step; did you mean '--max_steps'?"),
+        ("train_fp8.py --tokenizer_name /none", EXIT_BAD_SETTING, "--tokenizer_name"),
         (f"{PLAN} --gpu A100 --mixed_precision fp8", EXIT_BAD_SETTING, "no FP8"),
         (f"{PLAN} --global_batch_size 3 --gpus 7", EXIT_BAD_SETTING, "cannot be shared"),
         (f"{PLAN} --max_seq_length 131073", EXIT_BAD_SETTING, "--max_seq_length"),
@@ -276,7 +275,7 @@ sys.argv = [name, *{command.split()!r}[len(module) + 1:]]
 try:
     (runpy.run_module if module else runpy.run_path)(name, run_name="__main__")
 finally:
-    assert "torch" not in sys.modules
+    assert not {{"torch", "datasets", "transformers", "pandas"}} & sys.modules.keys()
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code and text in done.stdout + done.stderr, done.stderr

@@ -5,7 +5,6 @@ import os
 import signal
 
 import datasets
-import huggingface_hub
 import pyarrow as pa
 import pytest
 from datasets import Dataset
@@ -95,13 +94,3 @@ def test_interrupt_wrapped_by_datasets_is_raised_as_interrupt(load, monkeypatch)
     monkeypatch.setattr(ArrowWriter, "finalize", hidden)
     with pytest.raises(KeyboardInterrupt):
         load(ROWS)
-
-
-def test_full_download_folder_is_reported(build, monkeypatch):
-    def download(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets, "load_dataset_builder", download)
-    with pytest.raises(UserError, match=r"No space left .*; free disk space, .*for downloads, HF_HUB_CACHE"):
-        build(dataset_name="owner/set", split_name="train")

@@ -12,6 +12,7 @@ from fp8_suite.training.precision.scaling import scaling_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.children import preload, run_ranks
+from tests.training.parallel.jobs import same_bits
 
 preload(__name__)
 HIDDEN, FFN, HEADS, GROUPS = 64, 128, 4, 2
@@ -46,10 +47,6 @@ def inputs(seed: int, *, scale: float = 1.0) -> torch.Tensor:
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in scaling_state(module).items()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
 class ByHand:
@@ -199,7 +196,7 @@ def test_outermost_training_autocast_updates_the_scales():
         with te.autocast(enabled=False):
             module.layernorm_mlp(inputs(0, scale=100.0))
             assert not module.layernorm_mlp.fp8
-        assert same(state_of(module), inside)
+        assert same_bits(state_of(module), inside)
     moved = state_of(module)
     assert moved["self_attention.proj.scaling_fwd.amax_history"][0, 0] == 0
     assert moved["self_attention.proj.scaling_fwd.scale"][0] > 1
@@ -235,7 +232,7 @@ def shared_amaxes(rank: int, folder) -> None:
             y.float().square().mean().backward()
         state, states = state_of(module), [None, None]
         dist.all_gather_object(states, state)
-        assert same(*states)
+        assert same_bits(*states)
         attention = state["self_attention.layernorm_qkv.scaling_fwd.scale"]
         assert torch.isfinite(attention).all() and attention[0] > 1
         # The gradient of fc2's output is 2 y / n; both ranks record the larger amax.

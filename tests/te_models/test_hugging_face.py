@@ -20,19 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from tests.hugging_face_models import WITH_IMAGES, save_model_with_images
 from tests.te_models.test_packing import TINY
 
+FP32 = {"te_backend": None, "dtype": torch.float32, "device": torch.device("cpu"), "max_positions": 64}
 
-def build(model_type: str, *, packed: bool = False, seed: int = 0, recompute: str | None = None, **changes):
+
+def build(model_type: str, *, packed=False, seed=0, recompute: str | None = None, convert=None, **changes):
     """Build a tiny model; `recompute` is None, "plain" or "reentrant"."""
-    options = BuildOptions(
-        te_backend=None,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        seed=seed,
-        packed=packed,
-        max_positions=64,
-        recompute="none" if recompute is None else "layer",
-        reentrant=recompute == "reentrant",
-    )
+    level = {"recompute": "layer", "reentrant": recompute == "reentrant"} if recompute else {}
+    options = BuildOptions(**FP32, **level, packed=packed, seed=seed, convert=convert)
     config = AutoConfig.for_model(model_type, **TINY | changes)
     return build_model(ModelSpec(model_type, config, None), options)
 
@@ -208,10 +202,7 @@ def test_the_text_of_a_model_with_images_is_trained_and_exported(model_type, tmp
     """Its image encoder has more layers than its decoder, and gets no gradient."""
     save_model_with_images(tmp_path / "source", model_type)
     model_spec = find_model(str(tmp_path / "source"), init="pretrained", use_te=False)
-    options = BuildOptions(
-        te_backend=None, dtype=torch.float32, device=torch.device("cpu"), packed=True, max_positions=64
-    )
-    model = build_model(model_spec, options)
+    model = build_model(model_spec, BuildOptions(**FP32, packed=True))
     assert len(model.blocks) == 2 and {type(block).__name__ for block in model.blocks} == {
         {"gemma3": "Gemma3", "mistral3": "Mistral", "qwen2_5_vl": "Qwen2_5_VL"}[model_type] + "DecoderLayer"
     }

@@ -12,6 +12,7 @@ from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS, recompute_levels
 from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.precision import precision_map
 from fp8_suite.training.precision.recipes import Precision, build_autocast, resolve_precision
 from fp8_suite.training.precision.scaling import scaling_state
 from transformers import MixtralConfig, Qwen3Config
@@ -34,12 +35,15 @@ def fp8(recipe: str) -> Precision:
     return resolve_precision(config_from_dict(flags))
 
 
-def train(options: BuildOptions, precision: Precision = BF16, spec: ModelSpec = SPEC) -> list[torch.Tensor]:
-    """Return losses and gradients of three steps, and the scales after them."""
+def train(
+    options: BuildOptions, precision: Precision = BF16, spec: ModelSpec = SPEC, steps: int = 3
+) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    """Return a model after some steps, and their losses and gradients."""
     model, computed = build_model(spec, options), []
+    precision_map.apply(model, precision)
     autocast = build_autocast(precision, device=CPU, parameter_dtype=options.dtype)
     ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
-    for _ in range(3):
+    for _ in range(steps):
         with autocast():
             loss = model(ids, ids).loss
         loss.backward()
@@ -48,8 +52,13 @@ def train(options: BuildOptions, precision: Precision = BF16, spec: ModelSpec = 
             for p in model.parameters():
                 p -= 1e-4 * p.grad
                 p.grad = None
-    state = scaling_state(model) if options.te_backend else {}
-    return [*computed, *state.values()]
+    return model, computed
+
+
+def results(options: BuildOptions, precision: Precision = BF16) -> list[torch.Tensor]:
+    """Return losses and gradients of three steps, and the scales after them."""
+    model, computed = train(options, precision)
+    return [*computed, *(scaling_state(model) if options.te_backend else {}).values()]
 
 
 def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -60,10 +69,10 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("recompute", [*LEVELS, "cheap:1+full:1"])
 def test_every_level_equals_no_recomputation_bit_for_bit(recompute, recipe):
     precision = BF16 if recipe == "bf16" else fp8(recipe)
-    expected = train(OPTIONS, precision)
-    assert equal(train(replace(OPTIONS, recompute=recompute), precision), expected)
+    expected = results(OPTIONS, precision)
+    assert equal(results(replace(OPTIONS, recompute=recompute), precision), expected)
     if recompute in ("layer", "full"):
-        assert equal(train(replace(OPTIONS, recompute=recompute, reentrant=True), precision), expected)
+        assert equal(results(replace(OPTIONS, recompute=recompute, reentrant=True), precision), expected)
 
 
 @pytest.mark.parametrize(("level", "again"), [("cheap", 0), ("mlp", 1), ("layer", 3), ("full", 3)])
@@ -84,7 +93,7 @@ def test_a_level_runs_only_its_gemms_again(monkeypatch, level, again):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_hugging_face_layers_have_the_same_gradients(recompute, compiled):
     options = replace(OPTIONS, te_backend=None, dtype=torch.float32, compile_layers=compiled)
-    torch.testing.assert_close(train(replace(options, recompute=recompute)), train(options))
+    torch.testing.assert_close(results(replace(options, recompute=recompute)), results(options))
 
 
 def test_a_level_that_a_model_lacks_is_refused():

@@ -13,15 +13,7 @@ from transformers import (
     Qwen3Config,
 )
 
-LLAMA_8B = ModelShape(
-    hidden_size=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    ffn_hidden_size=14336,
-    vocab_size=128256,
-)
+LLAMA_8B = ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256)
 # Small enough for a pencil; every dimension differs, so no two can be confused.
 SMALL = ModelShape(
     hidden_size=10, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=3, ffn_hidden_size=7, vocab_size=11

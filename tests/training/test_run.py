@@ -463,15 +463,6 @@ def test_tokenization_processes_end_with_the_run(tmp_path, number, to_all, code)
         assert not list((tmp_path / "cache").rglob("tmp*"))
 
 
-def test_an_interrupt_while_libraries_load_ends_silently():
-    with running([sys.executable, "train_fp8.py"], cwd=ROOT, stderr=subprocess.PIPE) as process:
-        while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate()
-    assert (process.returncode, error) == (-signal.SIGINT, "")
-
-
 # Errors
 
 

@@ -20,6 +20,8 @@ from fp8_suite.training.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.training.parallel.jobs import same_bits
+
 FORMATS = [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "fp8"), ("fp8", "fp16")]
 
 
@@ -43,10 +45,6 @@ def train(model, optimizer, steps: range, *, skipped: int = 2) -> None:
 
 def values(model, optimizer) -> dict[str, torch.Tensor]:
     return {**model.state_dict(), **optimizer_state(optimizer, model)}
-
-
-def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
 
 
 @pytest.mark.parametrize("chunk", [3 * moments.BLOCK, offload.CHUNK])

@@ -1,36 +1,27 @@
 """Precision by module: patterns, rules that disagree, sizes, and modules that run in their own recipe."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
-from fp8_suite.te_models.build import build_model
-from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.precision import precision_map
 from fp8_suite.training.precision.checks import check_sizes
 from fp8_suite.training.precision.coverage import coverage
 from fp8_suite.training.precision.precision_map import assign, check_resume, matches, te_names
-from fp8_suite.training.precision.recipes import Precision, build_autocast, resolve_precision
+from fp8_suite.training.precision.recipes import Precision, resolve_precision
 from fp8_suite.training.precision.scaling import scaling_state
 from transformers import LlamaConfig
+
+from tests.te_models.test_recompute import BF16, OPTIONS, SIZES, equal, train
+from tests.training.parallel.jobs import same_bits
 
 TE = {"use_te": True, "mixed_precision": "fp8"}
 HF = {"mixed_precision": "fp8"}
 HF_NAMES = [f"model.layers.{i}.{m}" for i in range(4) for m in ("self_attn.q_proj", "mlp.down_proj")]
-CPU = torch.device("cpu")
-BF16 = Precision("bf16", "bf16", te_backend="emulated")
-CONFIG = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=256,
-    initializer_range=0.1,
-)
+SPEC = ModelSpec("test", LlamaConfig(**SIZES | {"num_hidden_layers": 2}), None)
 
 
 def te(layers: int = 4, **values) -> dict[str, str]:
@@ -39,7 +30,7 @@ def te(layers: int = 4, **values) -> dict[str, str]:
 
 def resolve(**values) -> Precision:
     cfg = config_from_dict({"te_backend": "emulated", **TE, **values})
-    return precision_map.resolve_map(cfg, resolve_precision(cfg), CONFIG)
+    return precision_map.resolve_map(cfg, resolve_precision(cfg), SPEC.config)
 
 
 def native(**by_module: str) -> Precision:
@@ -120,7 +111,7 @@ def test_recipes_that_te_cannot_mix_are_refused():
 
 
 def test_a_resume_on_a_gpu_that_replaces_other_recipes_is_refused():
-    here = dataclasses.replace(native(), map_fallbacks={"mxfp8": "too old"})
+    here = replace(native(), map_fallbacks={"mxfp8": "too old"})
     check_resume({"map_fallbacks": {"mxfp8": "another reason"}}, here)
     check_resume({}, native())
     with pytest.raises(UserError, match=r"--resume: .*delayed for mxfp8 here, .* none in the checkpoint"):
@@ -138,49 +129,21 @@ def test_a_recipe_of_the_map_falls_back_like_the_run():
         resolve(**cfg, fp8_fallback="error")
 
 
-def build(resolved: Precision, **options) -> torch.nn.Module:
-    spec, sizes = ModelSpec("test", CONFIG, None), {"packed": False, "max_positions": 64}
-    made = {"te_backend": "emulated", "dtype": torch.bfloat16, "device": CPU}
-    model = build_model(spec, BuildOptions(**made, **sizes, **options))
-    precision_map.apply(model, resolved)
-    return model
-
-
-def train(resolved: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module, list[torch.Tensor]]:
-    """Return a model after some steps in these recipes, and its losses and gradients."""
-    model, computed = build(resolved, **options), []
-    autocast = build_autocast(resolved, device=CPU, parameter_dtype=torch.bfloat16)
-    ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
-    for _ in range(steps):
-        with autocast():
-            loss = model(ids, ids).loss
-        loss.backward()
-        computed += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 1e-4 * p.grad
-                p.grad = None
-    return model, computed
-
-
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     ("around", "inside"), [("current", "delayed"), ("delayed", "current"), ("block", "mxfp8")]
 )
 def test_a_map_of_one_recipe_for_all_is_that_recipe(around, inside, recompute):
-    options = {"recompute": "layer" if recompute else "none"}
-    mapped, computed = train(resolve(fp8_scenario=around, precision_map=f"layers.*={inside}"), **options)
-    alone, expected = train(resolve(fp8_scenario=inside), **options)
+    options = replace(OPTIONS, recompute="layer" if recompute else "none")
+    everywhere = resolve(fp8_scenario=around, precision_map=f"layers.*={inside}")
+    mapped, computed = train(options, everywhere, SPEC)
+    alone, expected = train(options, resolve(fp8_scenario=inside), SPEC)
     assert equal(computed, expected)
     states = [
         {name: t for name, t in scaling_state(model).items() if "core_attention" not in name}
         for model in (mapped, alone)
     ]
-    assert states[0].keys() == states[1].keys() and equal(list(states[0].values()), list(states[1].values()))
+    assert same_bits(*states)
     assert bool(states[0]) == (inside == "delayed")
 
 
@@ -188,7 +151,7 @@ def test_every_module_runs_in_what_it_was_given():
     text = "layers.1.self_attention.proj=current,layers.1.layernorm_mlp=bf16,layers.1.*.layernorm_qkv=mxfp8"
     resolved = resolve(precision_map=text, bf16_first_layers=1, fp8_scenario="block")
     assert resolved.describe() == "by module (bf16, current, mxfp8)" and BF16.describe() == "bf16"
-    model, computed = train(resolved, steps=1)
+    model, computed = train(OPTIONS, resolved, SPEC, steps=1)
     rows = {
         (row.modules, row.precision): row.count for row in coverage(model, Precision("block", "block")).rows
     }
@@ -202,6 +165,6 @@ def test_every_module_runs_in_what_it_was_given():
         (f"{attention}.core_attention", "bf16"): 2,
         ("lm_head", "bf16"): 1,
     }
-    _, in_bf16 = train(BF16, steps=1)
+    _, in_bf16 = train(OPTIONS, BF16, SPEC, steps=1)
     assert not torch.equal(computed[0], in_bf16[0])
     assert computed[0].item() == pytest.approx(in_bf16[0].item(), rel=0.02)

@@ -16,6 +16,8 @@ from fp8_suite.training.precision.scaling import (
     scaling_state,
 )
 
+from tests.training.parallel.jobs import same_bits
+
 
 class Scaled(torch.nn.Module):
     """A module with delayed scaling's state as TE keeps it: outside parameters and buffers."""
@@ -36,10 +38,6 @@ def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in scaling_state(model).items()}
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def test_scaling_state_is_found_frozen_and_restored():
     model = torch.nn.ModuleDict({"a": Scaled(), "b": torch.nn.Linear(2, 2), "c": Scaled()})
     before = values(model)
@@ -48,13 +46,13 @@ def test_scaling_state_is_found_frozen_and_restored():
     with frozen_scaling(model):
         for tensor in scaling_state(model).values():
             tensor.add_(1)
-    assert same(values(model), before)
+    assert same_bits(values(model), before)
 
     wanted = {name: torch.rand_like(tensor) for name, tensor in before.items()}
     restore_scaling(model, {})
-    assert same(values(model), before)
+    assert same_bits(values(model), before)
     restore_scaling(model, wanted)
-    assert same(values(model), wanted)
+    assert same_bits(values(model), wanted)
     with pytest.raises(UserError, match=r"--resume: .*FP8 scaling state"):
         restore_scaling(model, {"a.scaling_fwd.scale": torch.ones(3)})
 
@@ -68,7 +66,7 @@ def test_tensors_that_the_saved_run_did_not_scale_keep_their_calibrated_values()
     restore_scaling(model, saved)
     saved["a.scaling_fwd.scale"][1] = 8.0
     saved["a.scaling_fwd.amax_history"][:, 1] = 2.0
-    assert same(values(model), saved)
+    assert same_bits(values(model), saved)
 
 
 def test_scrub_clears_non_finite_amaxes_and_gradient_scaling_changes_backward_only():

@@ -9,10 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
 from fp8_suite.core.recipes import TORCHAO_RECIPES
-from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.hugging_face import HFCausalLM, high_precision_linears
-from fp8_suite.te_models.options import BuildOptions
-from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.optim.adamw import MasterAdamW, local
 from fp8_suite.training.precision import torchao_fp8
 from fp8_suite.training.precision.coverage import coverage
@@ -22,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.children import preload, run_ranks
+from tests.te_models import test_hugging_face
 from tests.te_models.test_hugging_face import TINY
 from tests.training.parallel.test_multi_gpu import train as train_on_ranks
 from tests.training.test_run import SMALL, exported, record, same_bits
@@ -39,17 +37,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def build(model_type: str = "llama", recipe_of=lambda name: "tensorwise", **changes) -> HFCausalLM:
-    options = BuildOptions(
-        te_backend=None,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        packed=True,
-        max_positions=64,
-        convert=recipe_of and (lambda model: torchao_fp8.convert(model, recipe_of, emulated=True)),
-    )
-    return build_model(
-        ModelSpec(model_type, AutoConfig.for_model(model_type, **TINY | changes), None), options
-    )
+    convert = recipe_of and (lambda model: torchao_fp8.convert(model, recipe_of, emulated=True))
+    return test_hugging_face.build(model_type, packed=True, convert=convert, **changes)
 
 
 def ran(model: HFCausalLM) -> dict[str, tuple[str, str]]:

@@ -139,12 +139,6 @@ def test_a_resume_names_the_rows_that_were_lost(logged, capsys):
     assert "lacks the rows of 4 steps" in capsys.readouterr().err
 
 
-def test_a_folder_in_place_of_a_record_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(UserError, match="Is a directory; move away the file or folder of that name"):
-        build(tmp_path)
-
-
 def test_a_full_disk_is_one_error_and_a_resume_has_complete_lines(tmp_path):
     log = build(tmp_path)
     log.log(1, {"train/loss": 1.0})
