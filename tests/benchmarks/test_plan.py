@@ -16,11 +16,7 @@ from fp8_suite.core.packages import ROOT
 from fp8_suite.te_models.presets import PRESETS
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.memory import host_state, start_of_backward
-from fp8_suite.training.estimate.step_time import (
-    BANDWIDTH_SHARE,
-    adam_bytes,
-    communication_seconds,
-)
+from fp8_suite.training.estimate.step_time import BANDWIDTH_SHARE, adam_bytes, communication_seconds
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
 N8 = 8_030_261_248  # parameters of the 8B
@@ -124,6 +120,11 @@ def test_optimizer_traffic(settings, traffic):
     assert adam_bytes(plan_of(**settings).setup) == traffic
 
 
+def test_attention_of_cudnn_has_its_own_rate():
+    flash, cudnn = (plan_of(flash_attention=on).seconds["attention"] for on in (True, False))
+    assert [flash, cudnn] == pytest.approx([0.1233, 0.1430], rel=0.01)  # of the 8B's 52.8 TFLOP
+
+
 GATHERED_IN_FP8 = FP8 | {"fp8_scenario": "current", "sharding_mode": "fsdp_full", "fp8_all_gather": True}
 
 
@@ -197,18 +198,10 @@ def test_a_run_that_fits_without_auto_gets_no_advice():
     assert " with\n" not in run(f"--model_name {LLAMA_8B} {flags}".split())
 
 
-@pytest.mark.parametrize(
-    ("flags", "kept", "saving"),
-    [
-        # Layer inputs and attention results: 32 layers x 2 x 2**30 bytes.
-        ("--gpus 1 --recompute layer --offload_activations --max_seq_length 131072", 64 * 2**30, 0),
-        ("--gpus 1 --offload_optimizer --moment_dtype fp16", 6 * N8, 0),
-        ("--gpus 2 --sharding_mode ds_zero3_offload", 20 * N8, 12 * N8),
-    ],
-)
-def test_host_memory_of_offload(flags, kept, saving):
-    text = run(f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --batch_size 1 {flags}".split())
-    assert f": {kept / 1e9:.0f} GB of host memory per node, {saving / 1e9:.0f} more while saving" in text
+def test_host_memory_of_offload():
+    text = run(f"--model_name {LLAMA_8B} --batch_size 1 --gpus 2 --sharding_mode ds_zero3_offload".split())
+    kept, saving = 20 * N8 / 1e9, 12 * N8 / 1e9
+    assert f": {kept:.0f} GB of host memory per node, {saving:.0f} more while saving" in text
 
 
 @pytest.mark.parametrize(
@@ -248,8 +241,6 @@ def test_the_plan_chooses_and_refuses_as_training_does():
     assert "sequences of 4096 tokens; 150.1 GB" in text
     with pytest.raises(UserError, match=r"--global_batch_size 3 .*: cannot be shared by 8 ranks; use 64"):
         run(["--global_batch_size", "3", "--gpus", "7,8"])
-    small = run(f"{flags} --gpu L40S --batch_size auto --global_batch_size 32 --gpus 1".split())
-    assert "1 GPU: no fit: --batch_size 1 x 32 micro-batches; predicted" in small
 
 
 @pytest.mark.parametrize("flags", ["--no_compile --gpus 1", "--sharding_mode ds_zero3 --gpus 2"])
@@ -295,9 +286,7 @@ def test_readme_names_the_smallest_gpu_of_each_model(model):
 
 
 BAD_INPUT = {
-    "--gpu_memory_gb 1e300": "--gpu_memory_gb: 1e300: must be a positive number below 1e.18",
     "--gpu MI300X": "RTX 5090, or add --gpu_memory_gb, --bf16_tflops, --memory_tbs, --link_gbs",
-    "--gpu A100 --mixed_precision fp8": "--gpu A100 --mixed_precision fp8: this GPU has no FP8; use bf16",
     "--mixed_precision fp8 --use_te --fp8_scenario mxfp8": "--gpu H200: needs a GPU of B200, GB200, B300$",
     "--mixed_precision fp32": "--mixed_precision fp32: predictions cover bf16 and fp8",
     "--precision_map layers.0=bf16": "--precision_map",
@@ -307,7 +296,6 @@ BAD_INPUT = {
     "--price_per_gpu_hour 3": "--price_per_gpu_hour 3: needs --tokens",
     "--model_name llama-3.1-8b": r"did you mean .meta-llama/Llama-3\.1-8B.\?",
     "--sharding_mode deepspeed --deepspeed_config ds_configs/zero2.json --gpus 8": "cover ds_zero1",
-    "--max_seq_length 131073": "--max_seq_length 131073: ",
     "--check --batch_size 1": "--check: cannot be combined with --batch_size",
 }
 
@@ -322,11 +310,9 @@ def test_bad_input_is_one_clear_line(flags, capsys):
 @pytest.mark.parametrize(
     ("changes", "flags", "reason"),
     [
-        ({"hidden_size": -2048}, {}, "hidden_size is"),
         ({"model_type": "mixtral"}, {}, "model type 'mixtral'; choose one of llama"),
         ({"sliding_window": 8, "model_type": "mistral"}, {"max_seq_length": 9}, "sliding window of 8 tokens"),
         ({"attention_bias": True}, {"use_te": True}, "attention_bias=True.*drop --use_te$"),
-        ({"intermediate_size": 8200}, FP8, "intermediate_size 8200 not a multiple of 16"),
         ({"vocab_size": 32001}, FP8 | {"fp8_lm_head": True}, "vocabulary 32001 not a multiple of 16"),
     ],
 )

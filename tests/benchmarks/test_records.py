@@ -68,9 +68,8 @@ def test_a_precision_map_is_named_by_the_recipes_that_ran(tmp_path):
     rows = [{"modules": k, "count": 1, "precision": k, "gemm_share": v} for k, v in shares.items()]
     settings = {"mixed_precision": "fp8", "use_te": True, "precision_map": "layers.*=current"}
     environment = {"recipe": "delayed", "coverage": {"rows": rows}}
-    assert read_run(write_run(tmp_path / "a", environment=environment, **settings)).precision == (
-        "current and block by map"
-    )
+    trained = read_run(write_run(tmp_path / "a", environment=environment, **settings))
+    assert trained.precision == "current and block by map"
     before_a_step = read_run(write_run(tmp_path / "b", environment={"recipe": "delayed"}, **settings))
     assert before_a_step.precision == "delayed by map"
 

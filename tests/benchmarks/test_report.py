@@ -121,8 +121,6 @@ OTHER_DATA = {"data": {"train": {"fingerprint": "2e"}}}
 @pytest.mark.parametrize(
     ("losses", "changes", "reason"),
     [
-        ([2.0], {"max_seq_length": 2048}, "--max_seq_length 2048 instead of 1024"),
-        ([2.0], {"batch_size": 32}, "sequences per step 32 instead of 8"),
         ([2.0], {"environment": OTHER_DATA}, "train samples 2e instead of 1f"),
         ([math.nan], {}, "no finite training loss was logged"),
         ([2.0], {"seed": 43, "environment": OTHER_DATA}, None),

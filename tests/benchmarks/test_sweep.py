@@ -97,7 +97,6 @@ def test_shipped_sweeps_are_whole(name, tmp_path):
         ("grid: {batch_size: [1]}", "--batch_size 2", "--batch_size 2: is an axis of the grid"),
         ("grid: {batch_size: [1]}", "--axis gpus=2", "--axis gpus=2: not an axis of the grid"),
         ("grid: {batch_size: [1]}", "--use_te", "sets this for every run"),
-        ("grid: {batch_size: [1]}\nbase: {output_dir: x}", "", "unknown setting 'output_dir'"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, text, flags, message):

@@ -84,10 +84,8 @@ def test_an_installed_suite_works_beside_other_packages_of_its_folders_names(whe
             (root / name).write_text("raise ImportError('of another package')")
 
     def run(*command: str) -> str:
-        env = os.environ | {"PYTHONPATH": str(site)}
-        done = subprocess.run(
-            [sys.executable, *command], cwd=project, env=env, capture_output=True, text=True
-        )
+        options = {"cwd": project, "env": os.environ | {"PYTHONPATH": str(site)}}
+        done = subprocess.run([sys.executable, *command], **options, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

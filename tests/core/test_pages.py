@@ -58,9 +58,7 @@ def test_files_of_the_suite_exist(page):
 def test_symbols_that_development_names_are_in_their_file(symbols, path):
     source = (ROOT / path).read_text(encoding="utf-8")
     for symbol in re.findall(r"`(\w+)`", symbols):
-        assert re.search(rf"^\s*((def|class) {symbol}\b|{symbol}\b(: [^=]+)? =)", source, re.MULTILINE), (
-            symbol
-        )
+        assert re.search(rf"^\s*((def|class) {symbol}\b|{symbol}\b(: [^=]+)? =)", source, re.M), symbol
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)

@@ -76,9 +76,8 @@ with handling_stop_signals(lambda number, frame: print(signal.Signals(number).na
     print("ready", flush=True)
     signal.pause()
 """
-    parent = (
-        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}], start_new_session=True)"
-    )
+    command = [sys.executable, "-c", worker]
+    parent = f"import subprocess; subprocess.run({command!r}, start_new_session=True)"
     with running([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == "ready\n"
         process.kill()

@@ -62,9 +62,8 @@ sys.argv = {command!r}[-1:]
 run = runpy.run_module if {command!r}[0] == "-m" else runpy.run_path
 run({command!r}[-1], run_name="__main__")
 """
-    with running(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with running([sys.executable, "-c", code], cwd=ROOT, **pipes) as process:
         assert process.stdout.readline() == "loading\n"
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from itertools import chain
 
 import pytest
@@ -132,34 +133,22 @@ def test_default_system_prompt_is_only_for_math_problems(row, is_math):
     assert columns_of(row).system == (SYSTEM_PROMPT if is_math else "")
 
 
-CHAT_COLUMNS = "messages and tools and chat_template_kwargs (whole chats), system prompt of system, else "
-
-
 @pytest.mark.parametrize(
     ("columns", "settings", "shown"),
     [
-        ("instruction input output text id", {},
-         "instruction and input -> output, no system prompt; not used: text, id"),
-        ("messages tools chat_template_kwargs system history", {"system_prompt": "Be\n short."},
-         CHAT_COLUMNS + 'system prompt "Be short."; not used: history'),
-        ("a messages", {"dataset_text_field": "a"}, "a (plain text); not used: messages"),
-        ("prompt response history", {"system_prompt": "so " * 90},
-         f'prompt and history -> response, system prompt "{("so " * 90)[:80]}..."'),
-    ],
-)  # fmt: skip
-def test_report_shows_columns_in_use_and_names_the_others(columns, settings, shown):
-    assert columns_of(dict.fromkeys(columns.split(), "x"), **settings).shown == shown
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"dataset_text_field": "body"}, "--dataset_text_field body: no such column; .* x, y$"),
-        ({}, "--dataset_name demo: no chat.* among x, y; rename them"),
+        ("instruction input output text id", {}, "instruction and input -> output, .*; not used: text, id"),
+        ("messages tools system history", {}, "messages and tools .* of system.*; not used: history"),
+        ("a messages", {"dataset_text_field": "a"}, "a .*; not used: messages"),
+        ("prompt response", {"system_prompt": "Be\n short."}, 'prompt -> response, .* "Be short."'),
     ],
 )
-def test_error_for_missing_columns_lists_existing_ones(settings, message):
-    with pytest.raises(UserError, match=message):
+def test_report_shows_columns_in_use_and_names_the_others(columns, settings, shown):
+    assert re.fullmatch(shown, columns_of(dict.fromkeys(columns.split(), "x"), **settings).shown)
+
+
+@pytest.mark.parametrize("settings", [{"dataset_text_field": "body"}, {}], ids=["given", "detected"])
+def test_error_for_missing_columns_lists_existing_ones(settings):
+    with pytest.raises(UserError, match=r"--dataset_.* x, y"):
         columns_of({"x": 1, "y": 2}, **settings)
 
 
@@ -180,11 +169,8 @@ def test_tools_and_calls_are_read_as_json_or_objects(written, content):
     assert sample["tools"] == [TOOL]
     assert sample["messages"][1:] == [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
     assert judge(sample)[0] == Status.USED
-
-
-@pytest.mark.parametrize("form", [CALL, json.dumps(CALL)])
-def test_single_calls_become_a_list(form):
-    assert sample_with_tools(None, form, content="I look.")["messages"][1]["tool_calls"] == [CALL]
+    of_one_call = sample_with_tools(None, written(CALL), **content)
+    assert of_one_call["messages"] == sample["messages"], "a single call becomes a list"
 
 
 @pytest.mark.parametrize("none", [None, "", "null", "[]", "{}", [], {}])
@@ -199,14 +185,14 @@ def test_empty_tools_are_dropped(none):
         ({"tools": ["search"]}, "its tools are not a list of tools"),
         ({"tools": '{"a":' * 100_000 + "1" + "}" * 100_000}, "its tools are not a list of tools"),
         ({"chat_template_kwargs": "think"}, "its chat_template_kwargs are not an object"),
-        ({"history": "earlier"}, "its history is not a list of prompts with their answers, or of messages"),
-        ({"completion": [CHAT[1] | {"tool_calls": "search"}]},
-         "the tool calls of the assistant are not a list of calls"),
+        ({"history": "earlier"}, "its history is not a list of prompts"),
+        ({"completion": [CHAT[1] | {"tool_calls": "search"}]}, "the tool calls of the assistant are not"),
         ({"system": ["a"]}, "the content of the system is of type list, not text"),
     ],
-)  # fmt: skip
+)
 def test_malformed_parts_of_a_conversation_make_a_bad_row(change, reason):
-    assert judge(convert({"prompt": "1?", "completion": "One."} | change)) == (Status.BAD, reason)
+    status, shown = judge(convert({"prompt": "1?", "completion": "One."} | change))
+    assert status == Status.BAD and shown.startswith(reason)
 
 
 @pytest.mark.parametrize("chats", [True, False])

@@ -390,7 +390,5 @@ def test_token_id_outside_the_vocabulary_is_refused(make, streaming):
 )
 def test_loader_state_of_different_data_is_refused(make, change, flag):
     state = make().train.state_dict()
-    with pytest.raises(
-        UserError, match=f"settings changed: .*{flag}.*--resume none and another --output_dir$"
-    ):
+    with pytest.raises(UserError, match=f"settings changed: .*{flag}.*--resume none"):
         make(**change).train.load_state_dict(state)

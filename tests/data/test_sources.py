@@ -72,8 +72,9 @@ BROKEN = json_lines(*ROWS[:3]) + b"{broken\n" + json_lines(*ROWS[3:])
         ("train.jsonl.gz", gzip.compress(BROKEN)),
         ("train.tsv.bz2", bz2.compress(TABLE.replace(b",", b"\t"))),
         ("train.json.xz", lzma.compress(json.dumps(ROWS).encode())),
+        ("rows [1].jsonl", BROKEN),
     ],
-    ids=["jsonl", "jsonl with BOM", "json", "parquet", "csv", "tsv", "gz", "bz2", "xz"],
+    ids=["jsonl", "BOM", "json", "parquet", "csv", "tsv", "gz", "bz2", "xz", "brackets"],
 )  # fmt: skip
 def test_every_format_gives_the_same_rows(load, answers, tmp_path, name, contents, folder, streaming):
     contents = as_parquet(ROWS, tmp_path) if contents is None else contents
@@ -81,16 +82,15 @@ def test_every_format_gives_the_same_rows(load, answers, tmp_path, name, content
 
 
 @streaming
+def test_a_file_name_may_have_capitals(load, answers, streaming):
+    assert answers(load(BROKEN, "ROWS.JSONL", streaming=streaming)) == CELLS
+
+
+@streaming
 def test_parquet_files_without_rows_are_skipped(load, answers, tmp_path, streaming):
     files = {"train-0.parquet": without_rows("question", "answer")}
     files["train-1.parquet"] = as_parquet(ROWS, tmp_path)
     assert answers(load(files, streaming=streaming)) == CELLS
-
-
-@streaming
-@pytest.mark.parametrize("name", ["ROWS.JSONL", "rows [1].jsonl"])
-def test_file_names_may_have_capitals_and_brackets(load, answers, name, streaming):
-    assert answers(load(BROKEN, name, streaming=streaming)) == CELLS
 
 
 def test_lines_of_a_text_file_are_rows(load, answers):
@@ -303,9 +303,7 @@ ERRORS = {
 
 @streaming
 @pytest.mark.parametrize(("contents", "settings", "message"), ERRORS.values(), ids=ERRORS)
-def test_errors_are_one_line_with_flag_and_remedy(
-    load, build, contents, settings, message, streaming, monkeypatch
-):
+def test_an_error_is_one_line(load, build, contents, settings, message, streaming, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=message) as info:
         if "dataset_name" in settings:
@@ -362,9 +360,8 @@ def test_configurations_are_chosen_by_name(build, answers, configured, streaming
 def test_warnings_on_split_held_out_rows_tools_and_turn_end(load, answers, caplog, tokenizer):
     assert answers(load(json_lines(PAIR), split_name="train_1M")) == ["It is 2."]
     assert "no such split in" in caplog.text and "using its only split, train" in caplog.text
-    with pytest.raises(
-        UserError, match="--split_name train_1M: no such split"
-    ):  # its only split is evaluated
+    with pytest.raises(UserError, match="--split_name train_1M: no such split"):
+        # Its only split is evaluated.
         load(json_lines(PAIR), split_name="train_1M", eval_split="train")
     assert load(USABLE * 3, "few.jsonl", eval_samples=5).eval is None
     assert "too few for a held-out set" in caplog.text

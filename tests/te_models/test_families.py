@@ -126,7 +126,6 @@ def rope_of(kind: str) -> dict[str, Any]:
     [
         ("llama", {"attention_bias": True}, "attention_bias=True"),
         ("llama", {"mlp_bias": True}, "mlp_bias=True"),
-        ("qwen3", {"attention_bias": True}, "attention_bias=True"),
         ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ("llama", rope_of("yarn"), "RoPE type 'yarn'"),  # it rescales attention
@@ -152,9 +151,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 1024}
         ("qwen3", {"use_sliding_window": False, "sliding_window": 1024}, None, False),
     ],
 )
-def test_a_sliding_window_in_use_is_compared_with_the_length_of_the_run(
-    family, settings, length, refused, tmp_path
-):
+def test_a_run_may_not_be_longer_than_a_sliding_window(family, settings, length, refused, tmp_path):
     """The model has 2,048 positions. A longer length is refused at every start, so also on resume."""
     config_of(family, **settings).save_pretrained(tmp_path)
     find = partial(find_model, str(tmp_path), init="random", max_seq_length=length)
@@ -180,9 +177,8 @@ def test_reference_of_the_rope_kernel_matches_transformers():
     table = rope_table(rope_angles(config, 32))
     results = split_qkv_rope(joint.flatten(1), table, positions[0], 2)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
-    expected = apply_rotary_pos_emb(
-        *(t.float().transpose(0, 1)[None] for t in (queries, keys)), cos.float(), sin.float()
-    )
+    q, k = (t.float().transpose(0, 1)[None] for t in (queries, keys))
+    expected = apply_rotary_pos_emb(q, k, cos.float(), sin.float())
     for result, reference in zip(results, expected, strict=False):
         torch.testing.assert_close(result, reference[0].transpose(0, 1).bfloat16())
     assert torch.equal(results[2], values)
@@ -194,7 +190,6 @@ def test_reference_of_the_rope_kernel_matches_transformers():
         ({"hidden_size": "256"}, ".*Validation error for field 'hidden_size': .*expected int, got str"),
         ({"num_attention_heads": 5, "head_dim": 64}, r".*hidden size \(256\) is not a multiple of .* \(5\)"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) is not a multiple of .* \(3\)"),
-        ({"hidden_act": "nope"}, "KeyError: 'nope'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "KeyError: .*Missing required keys"),
         ({"head_dim": 33}, r"head_dim \(33\) is not even"),
     ],

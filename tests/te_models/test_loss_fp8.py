@@ -71,14 +71,10 @@ def test_gradients_of_logits_are_cast_in_both_layouts_with_zeros_at_labels():
     assert (at_label - exact).abs().max() < 0.05 and not at_label[::3].any()
 
 
-@pytest.mark.parametrize(
-    ("tokens", "chunk_bytes", "tokens_per_gemm"), [(304, 2**30, 8192), (300, 1, 8192), (300, 1, 128)]
-)
-def test_loss_and_gradients_match_torch_on_the_cast_operands(
-    tokens, chunk_bytes, tokens_per_gemm, monkeypatch
-):
-    monkeypatch.setattr(loss_fp8, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(loss_fp8, "TOKENS_PER_GEMM", tokens_per_gemm)
+@pytest.mark.parametrize(("tokens", "chunk", "per_gemm"), [(304, 2**30, 8192), (300, 1, 8192), (300, 1, 128)])
+def test_loss_and_gradients_match_torch_on_the_cast_operands(tokens, chunk, per_gemm, monkeypatch):
+    monkeypatch.setattr(loss_fp8, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(loss_fp8, "TOKENS_PER_GEMM", per_gemm)
     monkeypatch.setattr(loss_fp8, "VOCABULARY_PER_SUM", 32)
     h, w, labels = case(tokens)
     out = linear_cross_entropy_fp8(h, w, labels)

@@ -24,9 +24,8 @@ SIZES = {
     **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "initializer_range": 0.1},
 }
 SPEC = ModelSpec("test", Qwen3Config(**SIZES), None)
-OPTIONS = BuildOptions(
-    te_backend="emulated", dtype=torch.bfloat16, device=CPU, packed=False, max_positions=64
-)
+SHAPE = {"packed": False, "max_positions": 64}
+OPTIONS = BuildOptions(te_backend="emulated", dtype=torch.bfloat16, device=CPU, **SHAPE)
 BF16 = Precision("bf16", "bf16", te_backend="emulated")
 
 

@@ -15,9 +15,7 @@ from transformers import (
 
 LLAMA_8B = ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256)
 # Small enough for a pencil; every dimension differs, so no two can be confused.
-SMALL = ModelShape(
-    hidden_size=10, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=3, ffn_hidden_size=7, vocab_size=11
-)
+SMALL = ModelShape(10, 2, num_heads=4, num_kv_heads=2, head_dim=3, ffn_hidden_size=7, vocab_size=11)
 DIMENSIONS = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 DIMENSIONS |= {"intermediate_size": 14336, "vocab_size": 128256, "num_key_value_heads": 8}
 

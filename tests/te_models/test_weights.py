@@ -154,12 +154,10 @@ def test_random_weights_depend_only_on_seed_and_name_and_fit_bf16():
     first, again, of_other_seed = (RandomSource(shapes, seed=s, std=0.02, device=CPU) for s in (0, 0, 1))
     again.get("b.weight")
     weight = first.get("a.weight")
-    assert torch.equal(weight, again.get("a.weight")) and torch.equal(
-        weight[7:9], first.rows("a.weight", 7, 9)
-    )
-    assert not torch.equal(weight, first.get("b.weight")) and not torch.equal(
-        weight, of_other_seed.get("a.weight")
-    )
+    assert torch.equal(weight, again.get("a.weight"))
+    assert torch.equal(weight[7:9], first.rows("a.weight", 7, 9))
+    assert not torch.equal(weight, first.get("b.weight"))
+    assert not torch.equal(weight, of_other_seed.get("a.weight"))
     assert weight.float().std().item() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(weight.float(), weight.float().bfloat16().float())
     assert not first.get("n.bias").any() and first.get("n.weight").eq(1).all()
@@ -276,9 +274,7 @@ def test_missing_or_damaged_files_are_named_before_anything_is_loaded(file, cont
     save_index(tmp_path, {"model.norm.weight": "model-1.safetensors"})
     if content is not None:
         (tmp_path / file).write_bytes(content)
-    with pytest.raises(
-        UserError, match=f"--model_name {tmp_path}: {file} cannot be read .*; download it again"
-    ):
+    with pytest.raises(UserError, match=f"--model_name {tmp_path}: {file} cannot be read .*"):
         find_model(str(tmp_path), init="pretrained", use_te=use_te)
 
 
@@ -302,9 +298,7 @@ def test_pickled_weights_are_loaded_by_transformers_and_refused_for_te_layers(tm
     assert torch.equal(dict(export_tensors(built))[EMBEDDING], model.get_parameter(EMBEDDING))
 
 
-@pytest.mark.parametrize(
-    "content", [b"half a file", pickle.dumps(Path.cwd, protocol=2)], ids=["damaged", "code"]
-)
+@pytest.mark.parametrize("content", [b"half", pickle.dumps(Path.cwd, protocol=2)], ids=["damaged", "code"])
 def test_damaged_or_executable_pickle_is_refused(content, tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(UserError, match=r"cannot load the weights .*; download them again"):

@@ -136,10 +136,9 @@ def test_a_passed_self_test_is_remembered_for_its_software_gpu_and_sizes(monkeyp
     monkeypatch.setattr(kernels.KernelInputs, "heads", (8, 8, 8))
     assert "qkv_rope" in choose(tests, warm=True) and tested[3:] == [(64, 64, 64)] * 2 + [(8, 8, 8)]
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    assert "qkv_rope" in choose(tests, warm=True) and "qkv_rope" in choose(tests, warm=True), (
-        "tested at every start"
-    )
-    assert len(tested) == 8
+    for _ in range(2):
+        assert "qkv_rope" in choose(tests, warm=True)
+    assert len(tested) == 8, "tested at every start"
 
 
 def test_cleanup_restores_the_libraries(te):

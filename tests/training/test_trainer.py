@@ -29,9 +29,7 @@ from fp8_suite.training.tracking.meter import WARMUP_STEPS, Meter
 from fp8_suite.training.trainer import Hooks, Logs, Trainer
 from torch import nn
 
-SHAPE = ModelShape(
-    hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, ffn_hidden_size=8, vocab_size=11
-)
+SHAPE = ModelShape(8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, ffn_hidden_size=8, vocab_size=11)
 
 
 class Bigram(nn.Module):
@@ -235,9 +233,8 @@ def test_the_learning_rate_of_every_step_reaches_all_parameter_groups():
     made, record = trainer(total_steps=4, lr_scheduler="linear", num_warmup_steps=2, learning_rate=0.4)
     made.stack.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     used = []
-    made.stack.optimizer.register_step_pre_hook(
-        lambda opt, *_: used.append([g["lr"] for g in opt.param_groups])
-    )
+    groups = made.stack.optimizer.param_groups
+    made.stack.optimizer.register_step_pre_hook(lambda *_: used.append([group["lr"] for group in groups]))
     made.train()
     logged = record.series("train/learning_rate")
     assert logged == pytest.approx([0.2, 0.4, 0.4, 0.2])
@@ -297,17 +294,15 @@ def test_loss_and_gradient_must_both_be_finite(spoil):
 
 
 @pytest.mark.parametrize(
-    ("calls", "skipped_before", "stops_at", "message"),
+    ("calls", "skipped", "stops_at", "message"),
     [
         ({2, 4, 5, 6, 7}, 0, 6, "3 steps in a row .*--learning_rate"),
         ({1}, 2, 5, "3 steps in a row"),  # counted across launches
         (set(range(9)), 0, 3, "weights of --model_name may be damaged"),
     ],
 )
-def test_steps_skipped_in_a_row_stop_the_run(calls, skipped_before, stops_at, message):
-    progress = Progress(
-        step=2 * skipped_before, skipped_steps=skipped_before, skipped_in_a_row=skipped_before
-    )
+def test_steps_skipped_in_a_row_stop_the_run(calls, skipped, stops_at, message):
+    progress = Progress(step=2 * skipped, skipped_steps=skipped, skipped_in_a_row=skipped)
     made, _ = trainer(total_steps=9, model=Poisoned(calls), progress=progress, max_skipped_steps=3)
     with pytest.raises(NonFinite, match=message):
         made.train()
@@ -353,9 +348,8 @@ def test_gradient_spikes_are_applied_and_logged_once_there_is_a_median(calls, va
 
 def test_evaluation_is_weighted_by_tokens():
     data = rows(5, seed=3)
-    made, record = trainer(
-        [to_batch(data)], total_steps=0, eval_batches=[to_batch(data[:1]), to_batch(data[1:])]
-    )
+    uneven = [to_batch(data[:1]), to_batch(data[1:])]
+    made, record = trainer([to_batch(data)], total_steps=0, eval_batches=uneven)
     before = weight(made)
     assert made.train()
     ids, labels = (torch.stack(t) for t in zip(*data, strict=True))
@@ -543,9 +537,8 @@ def test_a_signal_while_waiting_for_data_saves_the_last_step_and_its_position():
     """In the middle of a step's micro-batches, none of which may be lost on resume."""
     saved = []
     saver = Saver(on_save=lambda step, _: saved.append((step, made.loaders.train.state_dict())))
-    made, _ = trainer(
-        [to_batch(rows(2)) for _ in range(8)], total_steps=4, gradient_accumulation_steps=2, saver=saver
-    )
+    batches = [to_batch(rows(2)) for _ in range(8)]
+    made, _ = trainer(batches, total_steps=4, gradient_accumulation_steps=2, saver=saver)
     made.loaders.train = Hung(made, 5)
     assert stopped(made)
     assert saved == [(2, {"epoch": 0, "done": 4})]

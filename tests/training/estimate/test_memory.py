@@ -23,9 +23,7 @@ def test_with_offloaded_activations_memory_peaks_at_the_end_of_backward(offloads
 
 # 4 GB per rank of the node's 100 GB, or a quarter.
 @pytest.mark.parametrize(("gpus", "per_node", "capacity"), [(1, 8, 96), (16, 4, 84), (8, 8, 75)])
-def test_offloading_leaves_host_memory_to_the_processes_of_a_nodes_ranks(
-    gpus, per_node, capacity, monkeypatch
-):
+def test_offloading_leaves_host_memory_to_the_ranks_of_a_node(gpus, per_node, capacity, monkeypatch):
     monkeypatch.setattr(memory, "host_memory", lambda: 100 * 10**9)
     assert memory.host_capacity(setup_of(gpus=gpus, gpus_per_node=per_node)) == capacity * 1e9
 

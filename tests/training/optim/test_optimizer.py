@@ -79,10 +79,9 @@ def test_dtypes_that_the_optimizer_cannot_hold_are_refused(settings, where, flag
 )
 def test_masters_and_moments_are_offloaded(settings, where, on_host):
     spec = spec_of(settings | {"offload_optimizer": True}, **where)
-    step = TrainingSetup(
-        config_from_dict(settings), ModelSize(10**9), spec, "single", gpus=1, gpus_per_node=1
-    )
-    assert step.offloaded_state == on_host and ("offloaded" in spec.describe()) == bool(on_host)
+    cfg = config_from_dict(settings)
+    setup = TrainingSetup(cfg, ModelSize(10**9), spec, "single", gpus=1, gpus_per_node=1)
+    assert setup.offloaded_state == on_host and ("offloaded" in spec.describe()) == bool(on_host)
 
 
 def test_bf16_moments_warn_of_a_beta2_that_they_cannot_follow():

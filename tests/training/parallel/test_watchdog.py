@@ -80,6 +80,16 @@ def test_ranks_that_fell_silent_are_named_when_a_collective_fails(one, monkeypat
     assert one.lost_ranks() and one.fail() and one.lost_ranks() is None and not one.fail()
 
 
+def test_time_in_which_the_process_was_suspended_does_not_count(one, monkeypatch):
+    """A suspended process receives no heartbeats, and the other ranks may have been suspended too."""
+    now = one._updated
+    for later, counted in ((0.6, 0.6), (100.0, 5 * one.interval)):
+        before, now = one._clock, now + later
+        monkeypatch.setattr(watchdog_module.time, "monotonic", lambda now=now: now)
+        one._wait()
+        assert one._clock - before == pytest.approx(counted)
+
+
 SERVER = """
 import time, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -96,9 +96,8 @@ class Plain:
 
     def __init__(self, dtype: torch.dtype):
         self.model = Tiny(dtype)
-        self.masters = {
-            name: nn.Parameter(p.detach().float().clone()) for name, p in self.model.named_parameters()
-        }
+        parameters = self.model.named_parameters()
+        self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in parameters}
         self.optimizer = build_adamw(self.model, self.masters)
 
     def step(self, step: int) -> tuple[float, float]:
@@ -171,10 +170,8 @@ class Run:
         return self.zero.sum(torch.tensor(total)).item()
 
     def step(self, step: int, *, spoil: float = 1.0, usable: bool = True):
-        loss = self.backward(step, spoil)
-        return loss, self.zero.step(
-            self.engine, self.optimizer, usable=torch.tensor(usable), max_norm=MAX_NORM
-        )
+        loss, options = self.backward(step, spoil), {"usable": torch.tensor(usable), "max_norm": MAX_NORM}
+        return loss, self.zero.step(self.engine, self.optimizer, **options)
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -338,6 +335,7 @@ def test_zero_trains_as_plain_adamw_does(mode, tmp_path):
     run_ranks(train_all, tmp_path, mode)
     for dtype in DTYPES:
         tolerance = tolerance_of(mode, dtype)
+        close = {"rtol": tolerance, "atol": tolerance / 10}
         plain = Plain(DTYPES[dtype])
         log = torch.tensor([plain.step(step) for step in range(3)])
         log_of_zero = torch.tensor(json.loads((tmp_path / dtype / "log.json").read_text()))
@@ -345,9 +343,7 @@ def test_zero_trains_as_plain_adamw_does(mode, tmp_path):
         weights = load_latest(tmp_path / dtype / "checkpoints", plain.state())
         for key, expected in plain.state().items():
             if not key.endswith("master_param"):
-                torch.testing.assert_close(
-                    weights[key], expected, rtol=tolerance, atol=tolerance / 10, msg=key
-                )
+                torch.testing.assert_close(weights[key], expected, **close, msg=key)
 
 
 def load_latest(folder: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:

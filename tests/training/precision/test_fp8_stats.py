@@ -141,9 +141,8 @@ class Tree(nn.Module):
 def wide(*shape: int, seed: int) -> torch.Tensor:
     """Normal values whose magnitudes span more than FP8 does."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator) * 10 ** torch.empty(shape).uniform_(
-        -9, 0, generator=generator
-    )
+    values = torch.randn(shape, generator=generator)
+    return values * 10 ** torch.empty(shape).uniform_(-9, 0, generator=generator)
 
 
 def expected(x: torch.Tensor, dtype: torch.dtype, smallest: float, *, rows: bool = False) -> dict[str, float]:

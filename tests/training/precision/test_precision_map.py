@@ -76,10 +76,7 @@ def test_settings_reach_exactly_their_modules():
         ({"precision_map": "proj=mxfp9"}, r"mxfp9: .*'mxfp8'"),
         ({"precision_map": "layers.9=bf16"}, r"layers.9=bf16: no GEMM module .*layers\.\*\..*layers 0 to 3"),
         ({"precision_map": "layers.1=bf16,proj=current"}, r"layers.1=bf16 and proj=current conflict on"),
-        (
-            {"precision_map": "proj=current", "bf16_last_layers": 1},
-            r"--bf16_last_layers 1 conflict on",
-        ),
+        ({"precision_map": "proj=current", "bf16_last_layers": 1}, r"--bf16_last_layers 1 conflict on"),
         ({"bf16_first_layers": 2, "bf16_last_layers": 2}, r"all of the model's 4 layers; use --mixed_precis"),
         ({"precision_map": "layers.*=bf16"}, r"no module is left in FP8; use --mixed_precision bf16"),
     ],
@@ -152,9 +149,8 @@ def test_every_module_runs_in_what_it_was_given():
     resolved = resolve(precision_map=text, bf16_first_layers=1, fp8_scenario="block")
     assert resolved.describe() == "by module (bf16, current, mxfp8)" and BF16.describe() == "bf16"
     model, computed = train(OPTIONS, resolved, SPEC, steps=1)
-    rows = {
-        (row.modules, row.precision): row.count for row in coverage(model, Precision("block", "block")).rows
-    }
+    table = coverage(model, Precision("block", "block"))
+    rows = {(row.modules, row.precision): row.count for row in table.rows}
     attention = "layers.*.self_attention"
     assert rows == {
         (f"{attention}.layernorm_qkv", "bf16"): 1,

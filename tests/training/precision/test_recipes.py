@@ -79,9 +79,8 @@ def test_every_setting_reaches_the_recipe():
 @pytest.mark.parametrize("fast", [True, False])
 def test_fast_accumulation_reaches_both_gemms_of_backward(fast, monkeypatch):
     """The emulation has no such setting, so TE's recipe module is replaced."""
-    te = SimpleNamespace(
-        Float8CurrentScaling=SimpleNamespace, Format={"HYBRID": "hybrid"}, MMParams=SimpleNamespace
-    )
+    namespace = SimpleNamespace
+    te = namespace(Float8CurrentScaling=namespace, Format={"HYBRID": "hybrid"}, MMParams=namespace)
     monkeypatch.setattr(precision, "te_recipes", lambda backend: te)
     recipe = make_recipe("current", settings(fp8_fast_accumulation=fast).precision)
     quick = SimpleNamespace(use_split_accumulator=False)
@@ -131,10 +130,9 @@ def test_a_recipe_falls_back_with_a_reason_or_stops(monkeypatch):
 
 @pytest.mark.parametrize("setting", NATIVE_ONLY_SETTINGS)
 def test_what_emulated_layers_lack_is_refused(setting):
+    cfg = settings(**TE_FP8, te_backend="emulated", offload_optimizer=True, **{setting: True})
     with pytest.raises(UserError) as refused:
-        resolve_precision(
-            settings(**TE_FP8, te_backend="emulated", offload_optimizer=True, **{setting: True})
-        )
+        resolve_precision(cfg)
     assert refused.value.flags == {setting} and refused.value.exit_code == EXIT_BAD_SETTING
 
 

@@ -52,9 +52,8 @@ def test_coverage_counts_every_linear_layer_and_its_share():
     table = coverage(build(), Precision("tensorwise", "tensorwise"))
     assert table.fp8_modules == 14 and table.fp8_gemm_share == pytest.approx(15360 / 17408)
     rows = {row.modules.removeprefix("model."): (row.count, row.precision) for row in table.rows}
-    assert rows == {f"model.layers.*.{name}": (2, "fp8 tensorwise") for name in LINEARS} | {
-        "lm_head": (1, "bf16")
-    }
+    linears = {f"model.layers.*.{name}": (2, "fp8 tensorwise") for name in LINEARS}
+    assert rows == linears | {"lm_head": (1, "bf16")}
     assert {row.gemm_share for row in table.rows if "o_proj" in row.modules} == {2048 / 17408}
     table = coverage(build(recipe_of=lambda name: "rowwise_with_gw_hp"), Precision("x", "x"))
     assert table.fp8_gemm_share == pytest.approx(2 / 3 * 15360 / 17408)
