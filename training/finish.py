@@ -21,7 +21,7 @@ from fp8_suite.training.optim.adamw import local
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.prepare import PreparedRun
-from fp8_suite.training.tracking.metrics import tail_mean
+from fp8_suite.training.tracking.metrics import summary_name, tail_mean
 from fp8_suite.training.trainer import Trainer
 
 
@@ -72,6 +72,8 @@ def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> 
     """Return summary.json: totals over all launches, rates of the last launch with steps. Collective."""
     observers.wall_time.count()
     cfg, strategy, progress = prepared.cfg, prepared.strategy, trainer.progress
+    timed = progress.step and not prepared.resolved.precision.emulated
+    rates = observers.wall_time.rates(progress.real_tokens) if timed else {}
     losses = ranks.run_on_rank0(lambda: train_losses(prepared.folder))
     return {
         "model_name": cfg.model.model_name,
@@ -88,6 +90,8 @@ def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> 
         "best_eval_loss": progress.best_eval_loss,
         "runtime_seconds": progress.wall_seconds,
         "train_seconds": progress.train_seconds,
+        "wall_seconds_by_kind": progress.seconds_by_kind,
+        **{summary_name(name): rate for name, rate in rates.items()},
         "peak_memory_gb": trainer.peak_memory_gb(),
         "predicted_memory_gb": prepared.sizing.predicted_gb,
         "num_layers": getattr(prepared.resolved.model.config.get_text_config(), "num_hidden_layers", None),

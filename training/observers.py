@@ -73,13 +73,13 @@ class Observers(Hooks):
             _tune_garbage_collection()
 
     def after_log(self) -> None:
-        self.wall_time.count(write=False)
         if self.prepared.cfg.data.streaming:  # at the start, ranks compared only the first rows of the stream
             state = self.loader.state
             position = {"epoch": state.epoch, "row and sequence": state.position}
             ranks.agree("positions in the stream", position)
 
     def close(self) -> None:
+        self.wall_time.count()
         self.assembly.fp8_stats.close()
         self.profiler.close()
         gc.unfreeze()  # undo gc.freeze(): one process may run several trainings

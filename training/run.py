@@ -109,7 +109,8 @@ def run(prepared: PreparedRun, loaders: Loaders, cleanup: ExitStack, signals: Ex
         trainer.stop.remaining_work = "the export and the logs"
         trainer.logs.display.close()
         if finished and prepared.cfg.exports:
-            export(prepared, assembly)
+            with observers.wall_time.phase("export"):
+                export(prepared, assembly)
         if finished:
             trainer.logs.tracker.summary(summarize(prepared, trainer, observers))
     finally:
@@ -120,6 +121,8 @@ def run(prepared: PreparedRun, loaders: Loaders, cleanup: ExitStack, signals: Ex
     prepared.watchdog.pause()  # uploads have their own timeout
     trainer.logs.tracker.finish(code)
     cleanup.close()
+    if trainer.progress.step:
+        print_rank0(trainer.progress.describe_wall_time())
     if not finished and saves:
         print_rank0(f"to resume, repeat the command with --output_dir {prepared.folder}")
     elif not finished:
@@ -207,4 +210,4 @@ def open_loop(
         restored_unevaluated=not evaluated,
     )
     wall_time.count()
-    return Trainer(cfg, stack, loaders, logs, saver, progress, observers), observers
+    return Trainer(cfg, stack, loaders, logs, saver, wall_time, observers), observers

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from fp8_suite.core.signals import StopFlag, Stopped
 from fp8_suite.data.build import Loaders
-from fp8_suite.training.checkpoint.progress import Progress
+from fp8_suite.training.checkpoint.progress import WallTime
 from fp8_suite.training.checkpoint.state import CheckpointSaver
 from fp8_suite.training.config import Config
 from fp8_suite.training.guard import StepGuard
@@ -50,14 +50,16 @@ class Trainer:
         loaders: Loaders,
         logs: Logs,
         saver: CheckpointSaver,
-        progress: Progress,
+        wall_time: WallTime,
         hooks: Hooks,
     ):
         self.cfg, self.stack, self.loaders, self.logs, self.saver = cfg, stack, loaders, logs, saver
-        self.total_steps, self.progress, self.hooks = stack.total_steps, progress, hooks
-        self.first_step = progress.step + 1  # first step of this launch
+        self.wall_time, self.progress, self.hooks = wall_time, wall_time.progress, hooks
+        self.total_steps = stack.total_steps
+        self.first_step = self.progress.step + 1  # first step of this launch
+        self._restored_tokens = self.progress.real_tokens
         self.stop = StopFlag(announces=ranks.rank() == 0)
-        self.guard = StepGuard(cfg.optim, stack, progress, warn=logs.display.message)
+        self.guard = StepGuard(cfg.optim, stack, self.progress, warn=logs.display.message)
         self.last_eval: tuple[int, dict[str, float]] = (-1, {})  # step and metrics
         self._unsaved_counts = {"real_tokens": 0, "label_tokens": 0}  # on this rank, since the last save
         self._loader_state: dict[str, Any] = {}  # before the current step's micro-batches
@@ -71,14 +73,16 @@ class Trainer:
         try:
             for micro_batches, waited in self._steps():
                 self._before_step(micro_batches)
-                result = train_step(
-                    self.stack,
-                    micro_batches,
-                    done=self.progress.step,
-                    max_grad_norm=self.cfg.optim.max_grad_norm,
-                    stop_requested=lambda: self.stop.requested,
-                )
-                if stopped := self._after_step(micro_batches, waited, result):
+                with self.wall_time.phase("steps"):
+                    result = train_step(
+                        self.stack,
+                        micro_batches,
+                        done=self.progress.step,
+                        max_grad_norm=self.cfg.optim.max_grad_norm,
+                        stop_requested=lambda: self.stop.requested,
+                    )
+                    stopped = self._after_step(micro_batches, waited, result)
+                if stopped:
                     break
         except Stopped:
             self.loaders.train.load_state_dict(self._loader_state)
@@ -107,10 +111,11 @@ class Trainer:
         strategy, size = self.stack.strategy, self.cfg.optim.gradient_accumulation_steps
         self.stack.heartbeat(f"loading the data of step {self.progress.step + 1}")
         self._loader_state = self.loaders.train.state_dict()
-        micro_batches = self.stop.wait_for(
-            lambda: list(islice(batches, size)), interruptible=strategy.world_size == 1
-        )
-        return [batch.to(strategy.device) for batch in micro_batches]
+        with self.wall_time.phase("data" if self.progress.step >= self.first_step else "start"):
+            micro_batches = self.stop.wait_for(
+                lambda: list(islice(batches, size)), interruptible=strategy.world_size == 1
+            )
+            return [batch.to(strategy.device) for batch in micro_batches]
 
     def _before_step(self, micro_batches: list[Any]) -> None:
         step = self.progress.step + 1
@@ -139,13 +144,14 @@ class Trainer:
         progress.train_seconds += self.logs.meter.end_step(micro_batches, 0.0 if first else waited)
         for name in self._unsaved_counts:
             self._unsaved_counts[name] += sum(getattr(batch, name) for batch in micro_batches)
-        self.hooks.after_step(progress.step)
-        if log:
-            self._log(result)
-        if saves:  # before the evaluation, which may fail
-            self._save()
-        if evaluates:
-            self._evaluate()
+        with self.wall_time.phase("other"):
+            self.hooks.after_step(progress.step)
+            if log:
+                self._log(result)
+            if saves:  # before the evaluation, which may fail
+                self._save()
+            if evaluates:
+                self._evaluate()
         if on_gpu and _due(progress.step, cfg.sharding.empty_cache_freq):
             torch.cuda.empty_cache()
         if first or evaluates or saves:
@@ -161,10 +167,12 @@ class Trainer:
         missed = self.saver.restored_unevaluated and step > 0 and _due(step, log.eval_interval)
         if missed or (log.eval_at_start and step == 0):
             self._evaluate()
+        self.wall_time.end_start()
         self.logs.meter.restart_clock()
 
     def _finish(self) -> None:
         """Save and evaluate the final weights. Raises NonFinite if their loss is not finite."""
+        self.wall_time.end_start()  # a launch may have no step left
         if skipped := self.progress.skipped_in_a_row:
             were = "step was" if skipped == 1 else f"{skipped} steps were"
             applied = self.progress.step - skipped
@@ -203,6 +211,7 @@ class Trainer:
         metrics |= meter.read(self._sum_counts, self._max_seconds, warm=warm)
         if (peak := self.peak_memory_gb()) is not None:
             metrics["perf/peak_memory_gb"] = peak
+        metrics |= meter.named(self.wall_time.rates(self._restored_tokens + meter.real_tokens))
         self.logs.tracker.log(progress.step, metrics)
         self.hooks.after_log()
         self.logs.display.update(progress.step, metrics)
@@ -234,7 +243,8 @@ class Trainer:
         step = self.progress.step
         if self.loaders.eval is None or self.last_eval[0] == step:
             return
-        metrics = evaluate(self.stack, self.loaders.eval, stop_requested=lambda: self.stop.requested)
+        with self.wall_time.phase("evaluation"):
+            metrics = evaluate(self.stack, self.loaders.eval, stop_requested=lambda: self.stop.requested)
         if metrics is None:
             return
         self.last_eval, loss, best = (step, metrics), metrics["eval/loss"], self.progress.best_eval_loss
@@ -258,7 +268,8 @@ class Trainer:
             self._unsaved_counts[name] = 0
         progress.rates = self._rates()
         evaluated, metrics = self.last_eval
-        self.saver.save(step, metrics["eval/loss"] if evaluated == step else None)
+        with self.wall_time.phase("saving"):
+            self.saver.save(step, metrics["eval/loss"] if evaluated == step else None)
 
     def results(self) -> dict[str, float]:
         """Return the last evaluation and the median rates after warm-up, for summary.json."""

@@ -92,6 +92,14 @@ def test_a_run_folder_holds_settings_environment_metrics_summary_and_samples(fin
     )
     assert summary["train_loss"] == summary["train_loss_tail_mean"] == losses[8]
     assert summary["node_hours"] == pytest.approx(summary["runtime_seconds"] / 3600)
+    by_kind, seconds = summary["wall_seconds_by_kind"], summary["runtime_seconds"]
+    assert sum(by_kind.values()) == pytest.approx(seconds) and by_kind["lost"] == 0
+    assert all(by_kind[kind] > 0 for kind in progress.KINDS if kind != "lost")
+    assert by_kind["steps"] + by_kind["data"] == pytest.approx(summary["train_seconds"], rel=0.1)
+    assert summary["goodput"] == pytest.approx(by_kind["steps"] / seconds)
+    assert summary["tokens_per_wall_second"] == pytest.approx(summary["tokens"] / seconds)
+    for name in ("perf/goodput", "perf/tokens_per_wall_second"):
+        assert list(curve(finished, name)) == list(losses)
     assert min(curve(finished, "eval/loss")) == 0, "--eval_at_start"
     assert record(finished, "checkpoints/index.json")["latest"] == "step_000008"
     samples = (finished / "samples.txt").read_text()
@@ -177,11 +185,13 @@ def stop_after_a_step(monkeypatch) -> None:
 @pytest.mark.usefixtures("stop_after_a_step")
 def test_a_stopped_run_saves_and_the_same_command_resumes_it(finished, tmp_path, capsys):
     folder = train(tmp_path / "run", f"{EIGHT_STEPS} --learning_rate 1e-3", code=EXIT_INTERRUPTED)
-    *_, advice, last = capsys.readouterr().out.strip().splitlines()
+    *_, goodput, advice, last = capsys.readouterr().out.strip().splitlines()
     assert last == f"run folder: {folder}" and f"--output_dir {folder}" in advice
+    assert goodput.startswith("goodput ") and "start " in goodput
     assert 1 <= max(curve(folder)) < 8
     assert not (folder / "export").exists() and not (folder / "summary.json").exists()
     train(folder, f"{EIGHT_STEPS} --gradient_checkpointing")
+    assert record(folder, "summary.json")["wall_seconds_by_kind"]["lost"] == 0
     assert curve(folder) == pytest.approx(curve(finished), rel=1e-6), "recomputation does not change losses"
 
 
@@ -326,10 +336,16 @@ def test_the_time_of_a_launch_that_died_counts_once(tmp_path, monkeypatch):
     kept = record(folder, "wall_time.json")
     at_step_2 = record(folder, "checkpoints/step_000002/meta.json")["progress"]
     assert kept["node_seconds"] == kept["wall_seconds"] > at_step_2["wall_seconds"], "step 3 counts"
+    repeated = sum(kept["seconds_by_kind"][kind] for kind in ("steps", "data")) - sum(
+        at_step_2["seconds_by_kind"][kind] for kind in ("steps", "data")
+    )
     (folder / "wall_time.json").write_text(json.dumps(kept | {"wall_seconds": 1000.0}))
     began = time.perf_counter()
     train(folder, flags)
-    assert 1000 < record(folder, "summary.json")["runtime_seconds"] < 1000 + time.perf_counter() - began
+    summary = record(folder, "summary.json")
+    assert 1000 < summary["runtime_seconds"] < 1000 + time.perf_counter() - began
+    assert 0 < repeated == pytest.approx(summary["wall_seconds_by_kind"]["lost"])
+    assert sum(summary["wall_seconds_by_kind"].values()) == pytest.approx(summary["runtime_seconds"])
     shutil.rmtree(folder / "checkpoints")
     train(folder, flags)  # another run in place of a finished one
     assert record(folder, "summary.json")["runtime_seconds"] < 1000

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from fp8_suite.data.collate import Batch
 from fp8_suite.data.loader import LoaderState
 from fp8_suite.te_models.kernels.loss import TokenLoss
 from fp8_suite.te_models.shape import ModelShape, model_flops
-from fp8_suite.training.checkpoint.progress import Progress
+from fp8_suite.training.checkpoint.progress import Progress, WallTime
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.guard import NonFinite
 from fp8_suite.training.optim.schedule import learning_rate
@@ -154,7 +155,9 @@ def trainer(
     evaluation = ListLoader(eval_batches) if eval_batches else None
     loaders = SimpleNamespace(train=ListLoader(batches), eval=evaluation)
     logs = Logs(record, record, meter)
-    return Trainer(cfg, stack, loaders, logs, saver or Saver(), progress or Progress(), Hooks()), record
+    began = time.perf_counter() - 1.0
+    wall_time = WallTime(Path(os.devnull), progress or Progress(), began, gpus=0, nodes=1)  # writes no file
+    return Trainer(cfg, stack, loaders, logs, saver or Saver(), wall_time, Hooks()), record
 
 
 def stopped(made) -> bool:
@@ -449,6 +452,11 @@ def test_rates_count_every_second_of_a_step_and_none_of_evaluation_and_saving(mo
     assert record.series("perf/tokens_per_second") == [12.0, 16.0, 24.0, 24.0]
     assert made.progress.train_seconds == 22.0
     assert made.results()["tokens_per_second"] == 24.0  # of the steps after warm-up
+    kept = {"start": 1.0, "steps": 22.0, "saving": 3000.0, "evaluation": 400.0}
+    assert {kind: s for kind, s in made.progress.seconds_by_kind.items() if s} == kept
+    # Step 8 follows two saves and three evaluations.
+    assert record.series("perf/goodput")[-1] == 22.0 / 2323.0
+    assert record.series("perf/tokens_per_wall_second")[-1] == 8 * 48 / 2323.0
 
 
 def test_data_wait_excludes_step_and_logging_time(monkeypatch):
@@ -466,6 +474,8 @@ def test_data_wait_excludes_step_and_logging_time(monkeypatch):
     made.stack.optimizer.register_step_pre_hook(lambda *_: advance(1))
     assert made.train()
     assert record.series("perf/data_wait_share") == [0.0, 3 / 4, 3 / 8, 3 / 8]
+    kept = {"start": 1.0 + 3.0, "steps": 4.0, "data": 9.0, "other": 16.0}
+    assert {kind: s for kind, s in made.progress.seconds_by_kind.items() if s} == kept
 
 
 @pytest.mark.parametrize(("batch_size", "smaller"), [(4, 2), (8, None)])

@@ -34,6 +34,7 @@ class Meter:
     rates: list[dict[str, float]] = field(default_factory=list)
     short_rates: list[dict[str, float]] = field(default_factory=list)  # intervals with an incomplete step
     clock: float = 0.0
+    real_tokens: int = 0  # of all ranks in this launch, up to the last log line
 
     def restart_clock(self) -> None:
         """Exclude everything since the last step from training time."""
@@ -63,6 +64,7 @@ class Meter:
         `sum_counts` and `max_seconds` reduce over ranks. Only `warm` intervals enter the run's medians.
         """
         counts = sum_counts(self.counts)
+        self.real_tokens += counts["real_tokens"]
         seconds, waited = max_seconds([self.seconds, self.waited])
         out = {
             "perf/tokens_per_second": counts["real_tokens"] / seconds,
@@ -82,7 +84,11 @@ class Meter:
             (self.rates if full else self.short_rates).append({n: out[n] for n in RATES if n in out})
         self.seconds = self.waited = 0.0
         self.steps, self.counts, self.profiled = 0, {}, False
-        return {name.replace("perf/", "emulated/"): v for name, v in out.items()} if self.emulated else out
+        return self.named(out)
+
+    def named(self, rates: dict[str, float]) -> dict[str, float]:
+        """Return rates by the name under which they are logged."""
+        return {n.replace("perf/", "emulated/"): v for n, v in rates.items()} if self.emulated else rates
 
     def medians(self) -> dict[str, float]:
         """Return the median rates after warm-up, by metric name without the `perf/` prefix."""

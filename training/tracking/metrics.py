@@ -34,6 +34,8 @@ METRICS: dict[str, Metric] = {
     "perf/mfu_bf16": Metric("MFU of BF16 peak", "{:.1%}", "median", "MFU {:.1%}"),
     "perf/mfu_fp8": Metric("MFU of FP8 peak", "{:.1%}", "median", "FP8 MFU {:.1%}"),
     "perf/data_wait_share": Metric("data wait", "{:.2%}", "median"),
+    "perf/goodput": Metric("goodput", "{:.1%}", "last"),
+    "perf/tokens_per_wall_second": Metric("tokens/s of wall time", "{:,.0f}", "last"),
     "perf/peak_memory_gb": Metric("peak GB", "{:.1f}", "max", "{:.1f} GB"),
 }
 RATES = tuple(name for name, metric in METRICS.items() if metric.summary == "median")
