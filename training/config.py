@@ -16,7 +16,7 @@ from fp8_suite.core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO, Setting, convert, lookup
 from fp8_suite.data.settings import DataConfig
 from fp8_suite.te_models.settings import ModelConfig, named_levels
-from fp8_suite.training.checkpoint.settings import CheckpointConfig
+from fp8_suite.training.checkpoint.settings import CheckpointConfig, parse_save_interval
 from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.parallel.settings import DEEPSPEED_MODES, FSDP_MODES, ZERO_3_MODES, ShardingConfig
 from fp8_suite.training.precision.settings import (
@@ -78,6 +78,7 @@ SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)}
 
 
 def data_rules(s: Any) -> Iterator[tuple[str, str]]:
+    parse_save_interval(s.save_interval)  # UserError for one that it cannot parse
     if s.streaming and s.max_steps is None:
         yield "streaming", "a stream's length is unknown; give --max_steps"
     if s.eval_samples == 0 and (s.generate_samples or s.max_steps == 0):

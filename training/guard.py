@@ -39,23 +39,24 @@ class StepGuard:
     def add(self, step: int, result: StepResult) -> None:
         self._unread.append((step, result))
 
-    def read(self, *, all_steps: bool) -> bool:
-        """Read the outcomes of all steps, or all but the newest. True if any rank received a stop signal.
+    def read(self, *, all_steps: bool) -> tuple[bool, bool]:
+        """Read the outcomes of all steps, or all but the newest.
 
+        Return whether any rank received a stop signal, and whether a save was due on any by time.
         Raises NonFinite after --max_skipped_steps skipped steps in a row.
         """
-        stop = False
+        stop = save = False
         while len(self._unread) > (0 if all_steps else 1):
             step, result = self._unread.pop(0)
             self.stack.heartbeat(f"waiting for step {step}")
-            applied, stop_requested, norm = result.read_flags()
-            stop = stop or stop_requested > 0
+            applied, stop_requested, save_due, norm = result.read_flags()
+            stop, save = stop or stop_requested > 0, save or save_due > 0
             if applied:
                 self.progress.skipped_in_a_row = 0
                 self._warn_of_spike(step, norm)
             else:
                 self._skip(step, result)
-        return stop
+        return stop, save
 
     def _warn_of_spike(self, step: int, norm: float) -> None:
         """Warn about a gradient-norm spike. The step is still applied, with clipped gradients."""

@@ -41,7 +41,7 @@ class StepResult:
     loss: Tensor  # mean over the global batch's label tokens, float32 scalar
     grad_norm: Tensor  # before clipping, float32 scalar
     learning_rate: float
-    # Waits for this step only. Returns [applied, stop requested on any rank, gradient norm].
+    # Waits for this step only. Returns [applied, stop requested and save due on any rank, gradient norm].
     read_flags: Callable[[], list[float]]
 
 
@@ -52,11 +52,12 @@ def train_step(
     done: int,
     max_grad_norm: float,
     stop_requested: Callable[[], bool],
+    save_due: Callable[[], bool],
 ) -> StepResult:
     """Run one optimizer step. The result does not depend on the split into micro-batches and ranks.
 
-    `done` is the number of steps before this one. `stop_requested` is called after backward, so that a signal
-    during the step is not missed. Does not wait for the GPU, except with DeepSpeed.
+    `done` is the number of steps before this one. `save_due` is called before forward, `stop_requested` after
+    backward, so that a signal during the step is not missed. Waits for no GPU, except with DeepSpeed.
     """
     strategy, optimizer = stack.strategy, stack.optimizer
     stack.heartbeat(f"computing step {done + 1}")
@@ -64,8 +65,8 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     local_label_tokens = sum(batch.label_tokens for batch in micro_batches)
-    count = torch.full((), local_label_tokens, device=strategy.device, dtype=torch.float32)
-    label_tokens = strategy.sum(count)
+    counts = [torch.full((), float(n), device=strategy.device) for n in (local_label_tokens, save_due())]
+    label_tokens, save = strategy.sum(torch.stack(counts)).unbind()
     divisor = label_tokens.clamp(min=1)
     loss_sum = torch.zeros((), device=strategy.device)
     for i, batch in enumerate(micro_batches):
@@ -81,7 +82,7 @@ def train_step(
     stack.heartbeat(f"waiting for step {done + 1}")
     usable = loss.isfinite() & (label_tokens > 0)
     outcome = strategy.step(stack.wrapped, optimizer, usable=usable, max_norm=max_grad_norm)
-    flags = outcome.applied, stop, outcome.grad_norm  # offloading strategies have them on the CPU
+    flags = outcome.applied, stop, save, outcome.grad_norm  # offloading strategies have them on the CPU
     read_flags = copy_to_host_async(torch.stack([flag.to(strategy.device, torch.float32) for flag in flags]))
     return StepResult(loss, outcome.grad_norm, learning_rate, read_flags)
 

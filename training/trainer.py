@@ -13,6 +13,7 @@ import torch
 from fp8_suite.core.signals import StopFlag, Stopped
 from fp8_suite.data.build import Loaders
 from fp8_suite.training.checkpoint.progress import WallTime
+from fp8_suite.training.checkpoint.settings import parse_save_interval
 from fp8_suite.training.checkpoint.state import CheckpointSaver
 from fp8_suite.training.config import Config
 from fp8_suite.training.guard import StepGuard
@@ -59,8 +60,10 @@ class Trainer:
         self.first_step = self.progress.step + 1  # first step of this launch
         self._restored_tokens = self.progress.real_tokens
         self.stop = StopFlag(announces=ranks.rank() == 0)
+        self.save_steps, self.save_seconds = parse_save_interval(cfg.checkpoint.save_interval)
         self.guard = StepGuard(cfg.optim, stack, self.progress, warn=logs.display.message)
         self.last_eval: tuple[int, dict[str, float]] = (-1, {})  # step and metrics
+        self._save_began = 0.0  # time of the last save, or of the first step
         self._unsaved_counts = {"real_tokens": 0, "label_tokens": 0}  # on this rank, since the last save
         self._loader_state: dict[str, Any] = {}  # before the current step's micro-batches
 
@@ -80,6 +83,7 @@ class Trainer:
                         done=self.progress.step,
                         max_grad_norm=self.cfg.optim.max_grad_norm,
                         stop_requested=lambda: self.stop.requested,
+                        save_due=self._save_due,
                     )
                     stopped = self._after_step(micro_batches, waited, result)
                 if stopped:
@@ -134,11 +138,14 @@ class Trainer:
         last = progress.step == self.total_steps
         log = last or _due(progress.step, cfg.log.log_interval)
         evaluates = not last and _due(progress.step, cfg.log.eval_interval)
-        saves = not last and _due(progress.step, cfg.checkpoint.save_interval)
+        saves = not last and _due(progress.step, self.save_steps)
         on_gpu = strategy.device.type == "cuda"
         self.guard.add(progress.step, result)
         due = log or evaluates or saves
-        stop = self.guard.read(all_steps=due or not on_gpu)
+        stop, save_due = self.guard.read(all_steps=due or not on_gpu)
+        if save_due and not last:
+            saves = due = True
+            stop |= self.guard.read(all_steps=True)[0]
         if on_gpu and due:
             torch.cuda.synchronize(strategy.device)  # include the optimizer step in this interval
         progress.train_seconds += self.logs.meter.end_step(micro_batches, 0.0 if first else waited)
@@ -169,6 +176,7 @@ class Trainer:
             self._evaluate()
         self.wall_time.end_start()
         self.logs.meter.restart_clock()
+        self._save_began = time.perf_counter()
 
     def _finish(self) -> None:
         """Save and evaluate the final weights. Raises NonFinite if their loss is not finite."""
@@ -258,10 +266,15 @@ class Trainer:
             f"token accuracy {metrics['eval/token_accuracy']:.2%}"
         )
 
+    def _save_due(self) -> bool:
+        """True if a save is due by this rank's clock. `train_step` reduces it over ranks."""
+        return 0 < self.save_seconds <= time.perf_counter() - self._save_began
+
     def _save(self) -> None:
         step, progress = self.progress.step, self.progress
         if self.saver.saved_step == step:
             return
+        self._save_began = time.perf_counter()
         self.stack.heartbeat(f"saving at step {step}")
         for name, count in self._sum_counts(self._unsaved_counts).items():
             setattr(progress, name, getattr(progress, name) + count)

@@ -10,6 +10,7 @@ import pytest
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.files import write_json
 from fp8_suite.core.packages import ROOT
+from fp8_suite.training.checkpoint.settings import parse_save_interval
 from fp8_suite.training.config import (
     REMOVED_SETTINGS,
     Config,
@@ -74,6 +75,7 @@ def test_an_unknown_word_is_answered_with_the_nearest(argv, nearest):
         ("--config /nowhere.yaml", "No such file or directory"),
         ("--output_dir runs/\udcc3\udca9", "the locale cannot encode it"),
         ("--output_dir=", "needs a value"),
+        *((f"--save_interval {text}", "(30m)") for text in ("30x", "-1", "0m", "1.5", "nan", "m", "infh")),
     ],
 )
 def test_a_bad_value_is_one_line_with_flag_and_reason(argv, reason):
@@ -83,6 +85,25 @@ def test_a_bad_value_is_one_line_with_flag_and_reason(argv, reason):
     text = str(error.value)
     assert text.startswith(f"--{flag}") and reason in text and "\n" not in text
     assert error.value.exit_code == EXIT_BAD_SETTING
+
+
+@pytest.mark.parametrize(
+    ("value", "steps", "seconds"),
+    [(500, 500, 0), ("0", 0, 0), ("1e3", 1000, 0), ("30m", 0, 1800), ("2h", 0, 7200), ("0.5h", 0, 1800)],
+)
+def test_a_save_interval_is_steps_or_time_in_flags_yaml_and_settings(value, steps, seconds, tmp_path):
+    for name, text in (
+        ("run.yaml", f"save_interval: {value}"),
+        ("a.json", f'{{"save_interval": "{value}"}}'),
+    ):
+        (tmp_path / name).write_text(text)
+        cfg = parse("--config", str(tmp_path / name))
+        assert parse_save_interval(cfg.checkpoint.save_interval) == (steps, seconds)
+        assert (
+            cfg
+            == parse(f"--save_interval={value}")
+            == config_from_dict(json.loads(json.dumps(cfg.to_dict())))
+        )
 
 
 FP8 = "--mixed_precision fp8"

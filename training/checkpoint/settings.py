@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.settings import Effect, Section, resumable
 
 
@@ -20,8 +22,9 @@ class CheckpointConfig(Section):
     save_checkpoints: bool = resumable(
         True, "write checkpoints; without them an interrupted run cannot resume"
     )
-    save_interval: int = resumable(
-        500, "steps between checkpoints; 0: only at the end and on a stop signal", minimum=0
+    save_interval: str = resumable(
+        "500",
+        "steps between checkpoints, or time (30m, 2h); 0: only at the end and on a stop signal",
     )
     keep_last: int = resumable(
         5, "newest checkpoints to keep, besides the best by evaluation loss", minimum=1
@@ -34,3 +37,18 @@ class CheckpointConfig(Section):
     generate_samples: int = resumable(
         0, "evaluation prompts to answer with the exported model; 0: none", minimum=0
     )
+
+
+def parse_save_interval(text: str) -> tuple[int, float]:
+    """Return (steps, seconds) of --save_interval; one of them is 0. UserError for an invalid one."""
+    unit = {"m": 60.0, "h": 3600.0}.get(text[-1:])
+    try:
+        number = float(text[:-1] if unit else text)
+    except ValueError:
+        number = math.nan
+    if unit and 0 < number < math.inf:
+        return 0, number * unit
+    if not unit and number >= 0 and number.is_integer():
+        return int(number), 0.0
+    reason = "give steps (500), minutes (30m) or hours (2h), or 0 to save only at the end"
+    raise bad_setting(reason, save_interval=text)

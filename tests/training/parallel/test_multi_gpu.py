@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from fp8_suite.core import signals
 from fp8_suite.core.errors import EXIT_INTERRUPTED
 from fp8_suite.core.packages import ROOT
 from fp8_suite.te_models.hugging_face import HFCausalLM
-from fp8_suite.training import resolve, run
+from fp8_suite.training import resolve, run, trainer
+from fp8_suite.training.checkpoint.index import step_folders
 from fp8_suite.training.optim import moments, offload
 from fp8_suite.training.parallel.ranks import COLLECTIVE_TIMEOUT
 from fp8_suite.training.tracking.tracker import Tracker
@@ -209,6 +211,28 @@ def test_moments_in_8_bits_are_sharded_and_resharded(tmp_path):
         codes = expected[name.removesuffix("_exponents")]
         values = moments.decode(codes, expected[name], signed=True)
         assert torch.equal(converted[name.removesuffix("_exponents")], values)
+
+
+def clock_by_step(rank: int) -> None:
+    """Rank 1's clock moves by an hour at every step, the other's stands still."""
+    before_step, now = Trainer._before_step, [0.0]
+
+    def advance(made, micro_batches):
+        before_step(made, micro_batches)
+        now[0] += 3600 * rank
+
+    Trainer._before_step = advance
+    trainer.time = SimpleNamespace(perf_counter=lambda: now[0])
+
+
+def test_ranks_with_different_clocks_save_by_time_at_the_same_steps(tmp_path):
+    flags = "--max_steps 5 --sharding_mode fsdp_full --no_export --save_interval"
+    folder = train(tmp_path / "run", f"{flags} 2h", patch=clock_by_step).folder
+    assert set(step_folders(folder / "checkpoints")) == {2, 4, 5}
+    assert json.loads((folder / "settings.json").read_text())["save_interval"] == "2h"
+    resumed = resume(tmp_path / "resumed", folder, 2, f"{flags} 0.0001m")  # less than a step, by a real clock
+    assert set(step_folders(resumed / "checkpoints")) >= {4, 5}
+    assert all(same_bits(saved(resumed, step), saved(folder, step)) for step in (4, 5))
 
 
 def small_chunks(rank: int) -> None:
