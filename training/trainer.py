@@ -63,7 +63,7 @@ class Trainer:
         self.save_steps, self.save_seconds = parse_save_interval(cfg.checkpoint.save_interval)
         self.guard = StepGuard(cfg.optim, stack, self.progress, warn=logs.display.message)
         self.last_eval: tuple[int, dict[str, float]] = (-1, {})  # step and metrics
-        self._save_began = 0.0  # time of the last save, or of the first step
+        self._training_since = 0.0  # time when training continued after the last save, or began
         self._unsaved_counts = {"real_tokens": 0, "label_tokens": 0}  # on this rank, since the last save
         self._loader_state: dict[str, Any] = {}  # before the current step's micro-batches
 
@@ -176,7 +176,7 @@ class Trainer:
             self._evaluate()
         self.wall_time.end_start()
         self.logs.meter.restart_clock()
-        self._save_began = time.perf_counter()
+        self._training_since = time.perf_counter()
 
     def _finish(self) -> None:
         """Save and evaluate the final weights. Raises NonFinite if their loss is not finite."""
@@ -268,13 +268,12 @@ class Trainer:
 
     def _save_due(self) -> bool:
         """True if a save is due by this rank's clock. `train_step` reduces it over ranks."""
-        return 0 < self.save_seconds <= time.perf_counter() - self._save_began
+        return 0 < self.save_seconds <= time.perf_counter() - self._training_since
 
     def _save(self) -> None:
         step, progress = self.progress.step, self.progress
         if self.saver.saved_step == step:
             return
-        self._save_began = time.perf_counter()
         self.stack.heartbeat(f"saving at step {step}")
         for name, count in self._sum_counts(self._unsaved_counts).items():
             setattr(progress, name, getattr(progress, name) + count)
@@ -283,6 +282,9 @@ class Trainer:
         evaluated, metrics = self.last_eval
         with self.wall_time.phase("saving"):
             self.saver.save(step, metrics["eval/loss"] if evaluated == step else None)
+        self._training_since = (
+            time.perf_counter()
+        )  # not before the save, which may take longer than the interval
 
     def results(self) -> dict[str, float]:
         """Return the last evaluation and the median rates after warm-up, for summary.json."""
