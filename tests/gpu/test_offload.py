@@ -7,9 +7,11 @@ import pytest
 import torch
 from fp8_suite.training.optim import moments, offload
 from fp8_suite.training.optim.optimizer import OptimizerSpec, build_optimizer, optimizer_state, step_if
+from fp8_suite.training.optim.pinned import pinned
 from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.precision.settings import parse_moment_dtype
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
 from tests.gpu.models import DEVICE
 from tests.gpu.test_run import SMALL, losses, train
@@ -83,6 +85,19 @@ def test_a_step_does_not_wait_for_the_gpu():
         assert not asleep.query()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_forked_worker_does_not_separate_the_host_from_the_gpu():
+    """After a fork, copy-on-write would give the host another page than the GPU's."""
+    memory = pinned(2**24 + 4097)
+    for value in range(1, 4):
+        workers = iter(DataLoader(range(4), num_workers=2, multiprocessing_context="fork"))
+        memory.fill_(value)
+        on_gpu = memory.to(DEVICE, non_blocking=True) * 2
+        memory.copy_(on_gpu, non_blocking=True)
+        torch.cuda.synchronize()
+        assert len(list(workers)) == 4
+        assert bool((on_gpu == 2 * value).all()) and bool((memory == 2 * value).all())
 
 
 @pytest.mark.parametrize("formats", ["fp32", "fp8"])

@@ -9,77 +9,36 @@ copies.
 from __future__ import annotations
 
 import itertools
-import mmap
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fp8_suite.core.errors import UserError, bad_setting
-from fp8_suite.core.machine import cores
+from fp8_suite.core.errors import bad_setting
 from fp8_suite.training.optim import moments
+from fp8_suite.training.optim.pinned import PageLocker, PinnedMemory
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 CHUNK = 2**23  # elements, a multiple of moments.BLOCK: at most 101 MB of state
 BUFFERS = 3  # one chunk arrives, one is stepped, one leaves
 ALIGNMENT = 256  # bytes, for the tensors within a buffer
-TOUCHED_AT_ONCE = 2**22  # bytes that a thread makes resident before page-locking
 
 WEIGHT = "weight"  # state of an FP8 parameter: the BF16 weight that it is quantized from
 State = dict[str, Tensor]  # a parameter's state tensors by name
 Update = Callable[[Tensor, Tensor, State, Tensor, Tensor, dict[str, Any]], None]  # type of adamw.update_
 
 
-class PinnedMemory(mmap.mmap):
-    """Zeroed page-locked host memory of exactly the given bytes; torch's allocator takes a power of two.
-
-    The memory is shared, so that a fork (by the data loader) cannot separate it from the pages that the GPU
-    reads.
-    """
-
-    registered = False
-
-    def __new__(cls, nbytes: int) -> PinnedMemory:
-        try:
-            return super().__new__(cls, -1, nbytes)
-        except OSError as error:
-            raise _no_memory(nbytes, str(error)) from None
-
-    def __init__(self, nbytes: int):
-        self.runtime = torch.cuda.cudart()
-        memory = torch.frombuffer(self, dtype=torch.uint8)
-        self.address = memory.data_ptr()
-        # Linux allocates a page at its first use, at about 1 GB/s on each core; CUDA would use one core.
-        with ThreadPoolExecutor(len(cores())) as pool:
-            list(pool.map(lambda part: part[:: mmap.PAGESIZE].zero_(), memory.split(TOUCHED_AT_ONCE)))
-        if code := int(self.runtime.cudaHostRegister(self.address, nbytes, 0)):
-            raise _no_memory(nbytes, f"CUDA error {code}")
-        self.registered = True
-
-    def __del__(self) -> None:
-        if self.registered:
-            self.runtime.cudaHostUnregister(self.address)
-
-
-def _no_memory(nbytes: int, reason: str) -> UserError:
-    text = f"cannot page-lock {nbytes / 1e6:.0f} MB of host memory ({reason}); drop it"
-    return bad_setting(text, offload_optimizer=True)
-
-
-def host_zeros(shape: torch.Size, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Return a tensor of zeros in host memory."""
-    if not pinned or not shape.numel():
-        return torch.zeros(shape, dtype=dtype)
-    return torch.frombuffer(PinnedMemory(shape.numel() * dtype.itemsize), dtype=dtype).view(shape)
-
-
 class HostState:
-    """Optimizer state in host memory, for parameters on `device`."""
+    """Optimizer state in host memory, for parameters on `device`.
+
+    New state can be used at once. It is page-locked in the background, while the run goes on to its first
+    update.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.locker = PageLocker(device) if device.type == "cuda" else None
         self.api = torch.get_device_module(device)  # streams and events of torch.cpu do nothing
         self.arriving, self.leaving = self.api.Stream(), self.api.Stream()
         self.buffer_bytes = 0
@@ -92,10 +51,24 @@ class HostState:
         shards = {}
         for name, layout in layouts.items():
             shard = layout.to_local() if isinstance(layout, DTensor) else layout
-            shards[name] = host_zeros(shard.shape, shard.dtype, pinned=self.device.type == "cuda")
+            shards[name] = self._zeros(shard.shape, shard.dtype)
         chunk = _chunk(shards | beside, 0)
         self.buffer_bytes = max(self.buffer_bytes, sum(map(_aligned_bytes, chunk.values())))
         return beside | {name: moments.with_layout(shards[name], layout) for name, layout in layouts.items()}
+
+    def _zeros(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if self.locker is None or not shape.numel():
+            return torch.zeros(shape, dtype=dtype)
+        with _explaining_lack_of_memory():
+            memory = PinnedMemory(shape.numel() * dtype.itemsize)
+        self.locker.lock(memory)
+        return memory.tensor().view(dtype).view(shape)
+
+    def wait_until_locked(self) -> None:
+        """Wait until the state is page-locked. Copies of other memory are slow and make the host wait."""
+        if self.locker is not None:
+            with _explaining_lack_of_memory():
+                self.locker.wait()
 
     @contextmanager
     def streaming(self, update: Update) -> Iterator[Update]:
@@ -104,6 +77,7 @@ class HostState:
         If the BF16 weight is there too, the weight that is passed only receives its updated values.
         Buffers exist only within a step, when the memory of activations is free.
         """
+        self.wait_until_locked()
         current = self.api.current_stream()
         buffers = itertools.cycle([_Buffer(self.buffer_bytes, self.device) for _ in range(BUFFERS)])
         self.arriving.wait_stream(current)  # earlier kernels may still use the memory of the buffers
@@ -142,6 +116,14 @@ class HostState:
             for name, tensor in chunk.items():
                 tensor.copy_(staged[name], non_blocking=True)
             buffer.left.record(self.leaving)
+
+
+@contextmanager
+def _explaining_lack_of_memory() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise bad_setting(f"{error}; drop it", offload_optimizer=True) from None
 
 
 class _Buffer:

@@ -187,10 +187,12 @@ def weight_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
 @torch.no_grad()
 def set_weights(optimizer: torch.optim.Optimizer, model: nn.Module, shards: dict[str, Tensor]) -> None:
     """Initialize the BF16 weights of FP8 parameters from `shards`, this rank's shards by name."""
+    for name in shards:
+        optimizer.initialize_weight(model.get_parameter(name))
+    if shards and optimizer.host:
+        optimizer.host.wait_until_locked()
     for name, shard in shards.items():
-        parameter = model.get_parameter(name)
-        optimizer.initialize_weight(parameter)
-        local(weight_of(optimizer, parameter)).copy_(shard)
+        local(weight_of(optimizer, model.get_parameter(name))).copy_(shard)
 
 
 def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:

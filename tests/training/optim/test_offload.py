@@ -10,7 +10,7 @@ import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.training.optim import adamw, moments, offload
 from fp8_suite.training.optim.adamw import MasterAdamW
-from fp8_suite.training.optim.offload import HostState, PinnedMemory
+from fp8_suite.training.optim.offload import HostState
 from fp8_suite.training.optim.optimizer import (
     optimizer_state,
     optimizer_steps,
@@ -18,6 +18,7 @@ from fp8_suite.training.optim.optimizer import (
     step_if,
     weight_of,
 )
+from fp8_suite.training.optim.pinned import PageLocker, PinnedMemory
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.parallel.jobs import same_bits
@@ -192,7 +193,14 @@ def test_any_order_that_the_events_permit_gives_the_same_bits(names, chunk, seed
     assert same_bits(values(*expected), values(*run))
 
 
-def test_memory_that_the_host_cannot_give_is_refused():
+@pytest.mark.parametrize("fails", ["allocating", "page-locking"])
+def test_memory_that_the_host_cannot_give_is_refused(fails, monkeypatch):
+    """CUDA refuses in the background, after the state has been allocated."""
+    model, optimizer = build(offloaded=True)
+    optimizer.host.locker = PageLocker(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    if fails == "allocating":
+        monkeypatch.setattr(offload, "PinnedMemory", lambda nbytes: PinnedMemory(2**50))
     with pytest.raises(UserError) as refused:
-        PinnedMemory(2**50)
+        train(model, optimizer, range(1))
     assert refused.value.flags == {"offload_optimizer"}
