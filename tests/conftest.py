@@ -34,6 +34,17 @@ def pytest_collection():
         gc.enable()
 
 
+@pytest.fixture
+def wandb_offline(monkeypatch):
+    """W&B as on a machine without network."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()  # settings are read once per process
+    yield
+    wandb.teardown()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _fast_bf16():
     """Multiply BF16 matrices in FP32 on a CPU without BF16 instructions, as training does."""

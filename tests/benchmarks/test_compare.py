@@ -26,9 +26,6 @@ from tests.training.parallel.jobs import curve, last_logged
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# A real comparison
-
-
 HELD = """
 import runpy, sys, time
 from fp8_suite.training.trainer import Trainer
@@ -97,9 +94,6 @@ def test_the_same_command_resumes_and_ends_in_a_verdict(compared):
         tail[name] = (logged[19] + logged[20]) / 2  # 10 % of 20
     assert training["gaps_percent"] == [pytest.approx(100 * (tail["delayed"] / tail["bf16"] - 1))]
     assert training["verdict"] == "INCONCLUSIVE" and (folder / "loss.png").exists()
-
-
-# Comparisons of written runs
 
 
 def planned_runs(folder, variants="bf16,delayed,current", flags="--max_steps 20", **seeds):

@@ -30,9 +30,6 @@ def plan_of(model=LLAMA_8B, *, gpus=1, gpus_per_node=8, gpu="H200", network_gbs=
     return make_plan(cfg, GPUS[gpu], gpus=gpus, gpus_per_node=gpus_per_node, network_gbs=network_gbs)
 
 
-# Recorded runs
-
-
 @pytest.fixture(scope="module")
 def checks():
     return check_runs()[0]
@@ -65,9 +62,6 @@ def test_docs_hold_the_summary_that_check_prints():
     assert summary in (ROOT / "benchmarks/results/predictions.md").read_text(encoding="utf-8")
 
 
-# Memory
-
-
 def test_layers_in_bf16_keep_no_fp8_copies():
     half = plan_of(**FP8, bf16_first_layers=10, bf16_last_layers=6)
     assert half.memory["FP8 weight copies"] == pytest.approx(32 * BLOCK)
@@ -97,9 +91,6 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(model, settings):
     batch = plan_of(model, **settings).largest_batch
     assert plan_of(model, batch_size=batch, **settings).fits
     assert not plan_of(model, batch_size=batch + 1, **settings).fits
-
-
-# Time
 
 
 def test_a_memory_limit_is_a_smaller_gpu():
@@ -152,9 +143,6 @@ def test_weights_gathered_in_fp8_are_quantized_by_the_optimizer():
 def test_rings_by_hand(mode, gpus, network, seconds):
     setup = plan_of(gpus=gpus, sharding_mode=mode).setup
     assert communication_seconds(setup, GPUS["H200"], network) == pytest.approx(seconds)
-
-
-# The command
 
 
 def test_rates_days_and_cost_by_hand():

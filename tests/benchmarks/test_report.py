@@ -31,9 +31,6 @@ def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG\r\n") and path.stat().st_size > 10_000
 
 
-# Runs of a report
-
-
 def test_several_runs_need_an_output_folder_for_figures(tmp_path, capsys):
     for name in ("a", "b"):
         write_run(tmp_path / "runs" / name, losses=[3.0, 2.0])
@@ -87,9 +84,6 @@ def test_scaling_is_relative_to_the_one_gpu_run_of_the_same_work(tmp_path):
     assert scaling_of(four, one, rated(tmp_path / "again", 1, 10_100.0)) is None, "two candidates"
 
 
-# Gaps
-
-
 def test_the_reference_is_a_bf16_run_with_a_loss_and_if_possible_fp8_s_seed(tmp_path):
     fp8, other = trained(tmp_path / "fp8", [2.0], "delayed"), trained(tmp_path / "other", [2.0], seed=43)
     empty, bf16 = trained(tmp_path / "empty", []), trained(tmp_path / "bf16", [2.0])
@@ -140,9 +134,6 @@ def test_smoothing_averages_noise_and_keeps_a_slope():
     assert noisy[200] == pytest.approx(10 / 21)  # 190 to 210
     slope = [float(i) for i in range(400)]
     assert gaps.smooth(slope) == pytest.approx(slope)
-
-
-# Figures
 
 
 def test_the_curve_shows_all_runs_without_non_finite_losses(tmp_path):
@@ -218,8 +209,6 @@ def test_thinning_keeps_the_extremes_of_a_long_curve():
     assert (54_321, 50.0) in thinned and (77_777, -50.0) in thinned
     assert thin(series[:MAX_POINTS]) == series[:MAX_POINTS]
 
-
-# The page
 
 NASTY = '<script src="http://evil/x.js"></script> & "$\\frac{" \' </style>'
 SECTIONS = ["losses", "gap", "runs", "statistics", "speed", "coverage", "fp8", "hours", "settings"]
@@ -310,19 +299,7 @@ def test_text_of_run_folders_stays_text(tmp_path):
     assert any(folders[0].name in text for text in page.texts)
 
 
-# W&B, offline
-
-
-@pytest.fixture
-def offline(monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    wandb.teardown()  # settings are read once per process
-    yield
-    wandb.teardown()
-
-
-def test_a_report_on_wandb_is_a_run_of_the_group_with_tables_figures_and_page(tmp_path, offline, capsys):
+def test_a_report_on_wandb_is_a_run_with_tables_figures_and_page(tmp_path, wandb_offline, capsys):
     folder = whole_run(tmp_path / "run", wandb_project="my-project")
     (folder / "wandb_id.txt").write_text("of-training")
     assert main([str(folder), "--use_wandb"]) == 0

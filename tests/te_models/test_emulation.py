@@ -166,8 +166,6 @@ def test_unknown_arguments_of_tes_layer_are_refused():
         layer(attention_type="cross")
 
 
-# Whole runs
-
 EMULATED = "--use_te --te_backend emulated --mixed_precision"
 DELAYED = f"{EMULATED} fp8 --fp8_scenario delayed --gradient_checkpointing --max_steps 4 --save_interval 2"
 

@@ -114,9 +114,6 @@ def test_rope_angles_match_transformers(name):
     assert angles[1, size // 2 - 1].item() == pytest.approx(slowest, rel=1e-4)
 
 
-# Refusals
-
-
 def rope_of(kind: str) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}}
 
@@ -159,12 +156,6 @@ def test_a_run_may_not_be_longer_than_a_sliding_window(family, settings, length,
     with pytest.raises(UserError) if refused else nullcontext() as error:
         find(use_te=True)
     assert not refused or error.value.flags == {"use_te", "max_seq_length"}
-
-
-def test_bidirectional_model_is_refused(tmp_path):
-    config_of("llama", is_causal=False).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"--model_name .*is_causal is false in its config\.json"):
-        find_model(str(tmp_path), init="random", use_te=False)
 
 
 def test_reference_of_the_rope_kernel_matches_transformers():
@@ -225,8 +216,11 @@ def test_special_tokens_make_a_new_specification():
     assert model.config.to_dict() == before
 
 
-@pytest.mark.parametrize("model_type", ["t5", "blip", "clip"])
-def test_a_type_without_a_text_decoder_is_refused(model_type, tmp_path):
-    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"no causal language model of type '{model_type}'"):
+@pytest.mark.parametrize("model_type", ["t5", "blip", "clip", "llama"])
+def test_what_is_no_causal_language_model_is_refused(model_type, tmp_path):
+    AutoConfig.for_model(model_type, is_causal=False).save_pretrained(tmp_path)
+    reason = (
+        "is_causal is false" if model_type == "llama" else f"no causal language model of type '{model_type}'"
+    )
+    with pytest.raises(UserError, match=f"--model_name .*{reason}"):
         find_model(str(tmp_path), init="random", use_te=False)

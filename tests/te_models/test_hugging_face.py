@@ -164,9 +164,6 @@ def test_flash_attention_4_is_installed_under_a_name_that_transformers_does_not_
     assert model.attention == ATTENTION_NAME
 
 
-# Refusal of leaking packing
-
-
 @pytest.mark.parametrize(
     ("model_type", "experts"), [("mixtral", {"num_local_experts": 8}), ("qwen3_moe", {"num_experts": 16})]
 )
@@ -183,9 +180,6 @@ def test_damaged_weights_are_not_reported_as_leaking():
         next(model.parameters())[3, 0] = float("nan")
     with pytest.raises(UserError, match=r"its loss is nan, so its weights or config.json are damaged"):
         refuse_dependent_samples(model.eval(), "a/b", packed=True, max_length=64)
-
-
-# Blocks, recomputation, models on the meta device
 
 
 def test_blocks_are_decoder_layers_and_recompute_on_request(monkeypatch):
@@ -243,8 +237,6 @@ def test_parameters_on_meta_have_no_storage_until_materialized(tied):
     ids = torch.arange(3, 12)[None]
     assert torch.equal(model(ids).logits, reference(ids).logits)
 
-
-# Load-balancing loss of a router
 
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 

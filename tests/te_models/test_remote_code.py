@@ -17,6 +17,8 @@ from fp8_suite.training.checkpoint.generate import generate_answers, generation_
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from tests.te_models import test_packing
+
 CPU = torch.device("cpu")
 OPTIONS = BuildOptions(te_backend=None, dtype=torch.float32, device=CPU, packed=False, max_positions=64)
 CODE = """
@@ -36,16 +38,13 @@ class OwnForCausalLM(LlamaForCausalLM):
         output.logits = torch.tanh(output.logits)
         return output
 """
-TINY = {
-    **{"vocab_size": 2048, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
-}
+TINY = test_packing.TINY | {"vocab_size": 2048, "num_hidden_layers": 1, "tie_word_embeddings": False}
 
 
 def save_model(path: Path, *, model_type: str) -> str:
     """Save a Llama with this model type whose own Python class caps logits."""
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=False)).save_pretrained(path)
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(path)
     auto_map = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"}
     change_config(path, model_type=model_type, architectures=["OwnForCausalLM"], auto_map=auto_map)
     (path / "own_code.py").write_text(CODE.format(model_type=model_type))
@@ -110,7 +109,7 @@ def test_quantized_weights_are_refused(folder):
     ("extra", "streamed"), [("model.rotary_emb.inv_freq", True), ("model.layers.0.scale", False)]
 )
 def test_weights_are_streamed_only_if_files_contain_exactly_the_parameters(extra, streamed, tmp_path):
-    config = LlamaConfig(**TINY, tie_word_embeddings=False)
+    config = LlamaConfig(**TINY)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     spec, file = ModelSpec("m", config, tmp_path), tmp_path / "model.safetensors"
     assert _streamed_source(spec, OPTIONS) is not None

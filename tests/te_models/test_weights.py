@@ -87,9 +87,6 @@ def save_index(folder: Path, weight_map: dict[str, str]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-# Layouts
-
-
 def test_qkv_layout_by_hand():
     """4 heads in 2 groups with head size 2; biases are fused as weights, QK norms are only renamed."""
     hf = {name: torch.zeros(1, 1) for name in RENAMED.values()}
@@ -117,9 +114,6 @@ def test_layer_conversions_use_every_tensor():
     for extra in ("self_attention.layernorm_qkv.bias", "layernorm_mlp.fc1_bias"):
         with pytest.raises(AssertionError, match=extra):
             layer_to_hf(te | {extra: torch.zeros(512)}, config)
-
-
-# Round trips
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -161,9 +155,6 @@ def test_random_weights_depend_only_on_seed_and_name_and_fit_bf16():
     assert weight.float().std().item() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(weight.float(), weight.float().bfloat16().float())
     assert not first.get("n.bias").any() and first.get("n.weight").eq(1).all()
-
-
-# Refusals
 
 
 NEW = "its TE layers have no place for {}; drop --use_te"
@@ -221,9 +212,6 @@ def test_tensors_that_a_model_lacks_are_named_and_quantized_ones_refused(tmp_pat
             find_model(str(tmp_path), init="pretrained", use_te=False)
 
 
-# Tied embeddings
-
-
 def test_stored_head_is_tied_only_if_it_is_the_embedding(tmp_path):
     """transformers does not tie two stored tensors that differ, regardless of the configuration."""
     spec = tiny("qwen2")
@@ -238,9 +226,6 @@ def test_stored_head_is_tied_only_if_it_is_the_embedding(tmp_path):
     exported = dict(export_tensors(build_model(spec, HF_FORM)))
     assert torch.equal(exported[HEAD], head)
     export_hf(tmp_path / "export", exported.items(), config=spec.config)
-
-
-# Files
 
 
 def test_safetensors_in_several_files_are_read_without_old_rope_tables(tmp_path):
@@ -304,8 +289,6 @@ def test_damaged_or_executable_pickle_is_refused(content, tmp_path):
     with pytest.raises(UserError, match=r"cannot load the weights .*; download them again"):
         build_model(replace(tiny(), weights=tmp_path), HF_FORM)
 
-
-# Shards
 
 # With four ranks, one has no row of the 5 embeddings, and the 10 rows of fc1 are split unevenly.
 TINIER = {"vocab_size": 5, "hidden_size": 8, "intermediate_size": 5, "head_dim": 4}

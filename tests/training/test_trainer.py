@@ -110,19 +110,20 @@ class Record:
 
 @dataclass
 class Saver:
-    """Saves nothing."""
+    """Saves nothing; remembers what it should have saved."""
 
     saved_step: int = -1
     restored_unevaluated: bool = False
-    on_save: Callable = lambda step, eval_loss: None
-    on_eval_loss: Callable = lambda step, eval_loss: None
+    on_save: Callable = lambda: None
+    events: list = field(default_factory=list)
 
     def save(self, step, eval_loss):
         self.saved_step = step
-        self.on_save(step, eval_loss)
+        self.events.append((step, eval_loss))
+        self.on_save()
 
     def record_eval_loss(self, step, eval_loss):
-        self.on_eval_loss(step, eval_loss)
+        self.events.append(f"{step} evaluated")
 
 
 def trainer(
@@ -194,9 +195,6 @@ class Poisoned(Bigram):
         return TokenLoss(out.loss * self.value, out.correct) if self.calls in self.chosen else out
 
 
-# Steps
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_any_split_into_micro_batches_gives_the_same_run(size):
     """24 rows as four steps of 6 rows, in micro-batches of `size` and in one."""
@@ -242,9 +240,6 @@ def test_the_learning_rate_of_every_step_reaches_all_parameter_groups():
     logged = record.series("train/learning_rate")
     assert logged == pytest.approx([0.2, 0.4, 0.4, 0.2])
     assert used == [[rate, rate] for rate in logged]
-
-
-# Skipped steps
 
 
 class CountingScaling(Scaling):
@@ -313,11 +308,11 @@ def test_steps_skipped_in_a_row_stop_the_run(calls, skipped, stops_at, message):
 
 
 def test_a_run_whose_final_weights_have_no_finite_eval_loss_is_saved_and_fails():
-    saver, batches = Saver(), [to_batch(rows(4))]
-    made, _ = trainer(batches, total_steps=2, eval_batches=batches, model=Poisoned({3}), saver=saver)
+    batches = [to_batch(rows(4))]
+    made, _ = trainer(batches, total_steps=2, eval_batches=batches, model=Poisoned({3}))
     with pytest.raises(NonFinite, match="the final weights have eval loss nan"):
         made.train()
-    assert saver.saved_step == 2
+    assert made.saver.saved_step == 2
 
 
 def test_a_run_that_ends_with_skipped_steps_names_the_step_of_its_weights():
@@ -346,9 +341,6 @@ def test_gradient_spikes_are_applied_and_logged_once_there_is_a_median(calls, va
     assert made.progress.skipped_steps == 0
 
 
-# Evaluation and saves
-
-
 def test_evaluation_is_weighted_by_tokens():
     data = rows(5, seed=3)
     uneven = [to_batch(data[:1]), to_batch(data[1:])]
@@ -367,16 +359,12 @@ def test_evaluation_is_weighted_by_tokens():
 
 
 def test_evaluations_and_saves_happen_when_due_and_once_at_the_end():
-    saved = []
-    saver = Saver(
-        on_save=lambda step, eval_loss: saved.append((step, eval_loss)),
-        on_eval_loss=lambda step, eval_loss: saved.append(f"{step} evaluated"),
-    )
     due = {"eval_interval": 3, "save_interval": 2, "eval_at_start": True}
-    made, record = trainer(total_steps=7, eval_batches=[to_batch(rows(2))], saver=saver, **due)
+    made, record = trainer(total_steps=7, eval_batches=[to_batch(rows(2))], **due)
     made.train()
     assert [step for step, metrics in record.lines if "eval/loss" in metrics] == [0, 3, 6, 7]
-    assert saved == [(2, None), (4, None), (6, None), "6 evaluated", (7, None), "7 evaluated"], "saved first"
+    saves = [(2, None), (4, None), (6, None), "6 evaluated", (7, None), "7 evaluated"]
+    assert made.saver.events == saves, "saved first"
     assert made.progress.best_eval_loss == min(record.series("eval/loss"))
 
 
@@ -409,12 +397,11 @@ def test_a_non_finite_evaluation_is_never_the_best():
 
 @pytest.mark.parametrize("missed", [False, True])
 def test_a_resumed_run_makes_up_for_a_missed_evaluation_only(missed):
-    evaluated = []
-    saver = Saver(3, missed, on_eval_loss=lambda step, eval_loss: evaluated.append(step))
+    saver = Saver(saved_step=3, restored_unevaluated=missed)
     resumed = {"progress": Progress(step=3), "eval_interval": 3, "eval_at_start": True, "saver": saver}
     made, record = trainer(total_steps=8, eval_batches=[to_batch(rows(2))], **resumed)
     made.train()
-    assert evaluated == [3] * missed + [8], "saved steps: the resumed one and the last"
+    assert saver.events == ["3 evaluated"] * missed + [(8, None), "8 evaluated"]
     assert [step for step, metrics in record.lines if "eval/loss" in metrics] == [3] * missed + [6, 8]
 
 
@@ -426,9 +413,6 @@ def test_evaluation_runs_in_eval_mode_with_frozen_scaling_that_is_prepared_first
     made.train()
     assert seen == [(True, ["prepare"]), (False, ["freeze"])]
     assert scaling.events == ["prepare", "prepare", "freeze", "thaw"]
-
-
-# Rates
 
 
 def test_the_meter_by_hand():
@@ -463,7 +447,7 @@ def test_rates_count_every_second_of_a_step_and_none_of_evaluation_and_saving(mo
             yield from super().__iter__()
 
     due = {"log_interval": 2, "eval_interval": 2, "save_interval": 3}
-    made, record = trainer(total_steps=8, saver=Saver(on_save=lambda *_: advance(1000)), **due)
+    made, record = trainer(total_steps=8, saver=Saver(on_save=lambda: advance(1000)), **due)
     made.loaders.eval = SlowEvaluation([to_batch(rows(2))])
     made.stack.optimizer.register_step_pre_hook(lambda *_: advance(4 if made.progress.step < 3 else 2))
     made.train()
@@ -507,31 +491,24 @@ def test_smaller_steps_count_for_rates_only_if_there_is_no_full_one(batch_size, 
     assert made.results()["tokens_per_second"] == median(counted)
 
 
-# Stop signals
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("save_interval", [0, 1])
 def test_a_signal_finishes_the_step_saves_once_and_stops(number, save_interval):
-    saved = []
+    def send(*_):
+        os.kill(os.getpid(), number)
 
-    def save(step, eval_loss):
-        saved.append(step)
-        os.kill(os.getpid(), number)  # a second signal during the save changes nothing
-
-    saver = Saver(on_save=save)
+    saver = Saver(on_save=send)  # a second signal during the save changes nothing
     made, _ = trainer(total_steps=9, saver=saver, save_interval=save_interval)
-    made.hooks.after_step = lambda step: os.kill(os.getpid(), number)
+    made.hooks.after_step = send
     handler = signal.getsignal(number)
     assert stopped(made)
-    assert saved == [1] and made.progress.step == 1
+    assert saver.events == [(1, None)] and made.progress.step == 1
     assert signal.getsignal(number) is handler
 
 
 def test_a_signal_during_an_evaluation_ends_it():
-    saved, seen = [], []
-    saver = Saver(on_save=lambda step, eval_loss: saved.append((step, eval_loss)))
-    made, record = trainer(total_steps=2, saver=saver)
+    seen = []
+    made, record = trainer(total_steps=2)
 
     class Interrupted(ListLoader):
         def __iter__(self):
@@ -542,7 +519,7 @@ def test_a_signal_during_an_evaluation_ends_it():
 
     made.loaders.eval = Interrupted([to_batch(rows(2))] * 3)
     assert stopped(made)
-    assert len(seen) < 3 and saved == [(2, None)] and not record.series("eval/loss")
+    assert len(seen) < 3 and made.saver.events == [(2, None)] and not record.series("eval/loss")
 
 
 class Hung(ListLoader):
@@ -564,25 +541,25 @@ class Hung(ListLoader):
 
 def test_a_signal_while_waiting_for_data_saves_the_last_step_and_its_position():
     """In the middle of a step's micro-batches, none of which may be lost on resume."""
-    saved = []
-    saver = Saver(on_save=lambda step, _: saved.append((step, made.loaders.train.state_dict())))
+    positions = []
+    saver = Saver(on_save=lambda: positions.append(made.loaders.train.state_dict()))
     batches = [to_batch(rows(2)) for _ in range(8)]
     made, _ = trainer(batches, total_steps=4, gradient_accumulation_steps=2, saver=saver)
     made.loaders.train = Hung(made, 5)
     assert stopped(made)
-    assert saved == [(2, {"epoch": 0, "done": 4})]
+    assert saver.events == [(2, None)] and positions == [{"epoch": 0, "done": 4}]
     made.stop(signal.SIGTERM, None)  # another one changes nothing
 
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_signal_before_the_first_step_saves_nothing(early):
-    saver = Saver(on_save=lambda *_: pytest.fail("saved"))
-    made, record = trainer([to_batch(rows(2))], total_steps=4, saver=saver)
+    made, record = trainer([to_batch(rows(2))], total_steps=4)
     made.loaders.train = Hung(made, 0)
     if early:  # just before the wait begins
         state = made.loaders.train.state_dict
         made.loaders.train.state_dict = lambda: made.stop(signal.SIGTERM, None) or state()
     assert stopped(made) and record.messages == ["stopped by a signal before the first step"]
+    assert not made.saver.events
 
 
 def test_a_signal_to_a_forked_worker_does_not_end_the_wait():

@@ -26,9 +26,6 @@ def split(sizing: Sizing) -> tuple[int, int]:
     return sizing.chosen.cfg.optim.batch_size, sizing.chosen.accumulation
 
 
-# The global batch
-
-
 @pytest.mark.parametrize(
     ("settings", "ranks", "expected"),
     [
@@ -67,9 +64,6 @@ def test_a_batch_that_cannot_be_split_is_refused_with_the_nearest_that_can(setti
     with_sizes(config_from_dict(settings | {"global_batch_size": nearest}), ranks)
 
 
-# The choice
-
-
 @pytest.mark.parametrize("billions", SHAPES)
 @pytest.mark.parametrize(("mode", "gpus"), [("single", 1), ("ddp", 4), ("fsdp_full", 16)])
 @pytest.mark.parametrize("total", [None, 16, 192])
@@ -98,9 +92,6 @@ def test_a_batch_in_one_micro_batch_saves_the_sums_of_gradients():
     one, two = (fitted(400, batch_size=batch, **settings) for batch in (2, 1))
     assert one.needed < two.needed
     assert split(fitted(one.needed / 1e9 + 2.1, **settings, **AUTO)) == (2, 1)
-
-
-# Recomputation
 
 
 @pytest.mark.parametrize("use_te", [True, False])

@@ -44,10 +44,7 @@ def test_the_norm_is_that_of_all_gradients_in_fp32():
         global_norm([])
 
 
-# Over three ranks: sums in FP32
-
-
-def sum_over_three_ranks(rank: int, folder: Path) -> None:
+def gradients_of_16_bits_are_summed_in_fp32(rank: int, folder: Path) -> None:
     """Terms that BF16 sums would lose: a large one on one rank, small ones on the others."""
     world_size = dist.get_world_size()
     large = torch.arange(1, 12 * world_size + 1).bfloat16() * 256
@@ -67,13 +64,6 @@ def sum_over_three_ranks(rank: int, folder: Path) -> None:
     assert model.weight.grad.eq(64 + 0.25 + 0.25).all(), model.weight.grad
 
 
-def test_16_bit_gradients_are_summed_in_fp32(tmp_path):
-    run_ranks(sum_over_three_ranks, tmp_path, world_size=3)
-
-
-# Over three ranks: gradients in FP8
-
-
 def gradients_like(rank: int, count: int) -> torch.Tensor:
     """BF16 gradients over many magnitudes, with a block of zeros."""
     generator = torch.Generator().manual_seed(rank)
@@ -82,7 +72,7 @@ def gradients_like(rank: int, count: int) -> torch.Tensor:
     return values.bfloat16()
 
 
-def exchange_over_three_ranks(rank: int, folder: Path) -> None:
+def gradients_in_fp8_are_exchanged(rank: int, folder: Path) -> None:
     world_size, count = dist.get_world_size(), 3 * 1000  # not a multiple of a block
     terms = torch.stack([gradients_like(sender, count).double() for sender in range(world_size)])
     total, sizes = terms.sum(0), terms.abs().sum(0)
@@ -116,13 +106,6 @@ def average_in_ddp(rank: int, dtype: str, error: float) -> None:
         assert model.weight.grad.isfinite().all() == finite, "an infinity on one rank skips the step"
         if finite:
             assert 0 < (model.weight.grad - average).norm() < error * average.norm()
-
-
-def test_gradients_are_exchanged_in_fewer_bits(tmp_path):
-    run_ranks(exchange_over_three_ranks, tmp_path, world_size=3)
-
-
-# Over two ranks
 
 
 class Blocks(nn.Module):
@@ -245,15 +228,11 @@ def sums_of_gemms(rank: int, mode: str, dtype: str, recompute: bool) -> None:
         assert not any(sums_held(model))
 
 
-def all_sums_of_gemms(rank: int, folder: Path) -> None:
+def sums_in_gemms_are_exchanged(rank: int, folder: Path) -> None:
     for dtype, recompute in (("fp32", False), ("fp32", True), ("bf16", False)):
         sums_of_gemms(rank, "fsdp_full", dtype, recompute)
     sums_of_gemms(rank, "fsdp_grad", "fp32", True)
     sums_of_gemms(rank, "hsdp", "fp32", False)
-
-
-def test_sums_that_gemms_add_up_are_exchanged(tmp_path):
-    run_ranks(all_sums_of_gemms, tmp_path)
 
 
 def collectives_of_a_step(rank: int, folder: Path) -> None:
@@ -321,7 +300,7 @@ def groups_of_one_rank_send_nothing_in_fp8(rank: int, folder: Path) -> None:
     assert refused.value.flags == {"grad_reduce_dtype", "hsdp_shard_size"}
 
 
-def uneven_models(rank: int, folder: Path) -> None:
+def uneven_models_are_refused(rank: int, folder: Path) -> None:
     dtypes = {"parameter_dtype": torch.float32, "compute_dtype": torch.float32}
     fp8_gather = {"fp8_all_gather": True, "mixed_precision": "fp8"}
     for settings, layer in ((fp8_gather, nn.Linear(8, 9)), ({}, nn.Linear(8, 8).bfloat16())):
@@ -332,9 +311,11 @@ def uneven_models(rank: int, folder: Path) -> None:
         assert refused.value.flags == {"fp8_all_gather" if settings else "sharding_mode"}
 
 
-@pytest.mark.parametrize(
-    "work",
-    [collectives_of_a_step, every_dtype_has_an_effect, groups_of_one_rank_send_nothing_in_fp8, uneven_models],
-)
-def test_on_two_ranks(work, tmp_path):
-    run_ranks(work, tmp_path)
+ON_TWO_RANKS = [sums_in_gemms_are_exchanged, every_dtype_has_an_effect, collectives_of_a_step]
+ON_TWO_RANKS += [groups_of_one_rank_send_nothing_in_fp8, uneven_models_are_refused]
+ON_THREE_RANKS = [gradients_of_16_bits_are_summed_in_fp32, gradients_in_fp8_are_exchanged]
+
+
+@pytest.mark.parametrize("work", ON_TWO_RANKS + ON_THREE_RANKS)
+def test_on_several_ranks(work, tmp_path):
+    run_ranks(work, tmp_path, world_size=3 if work in ON_THREE_RANKS else 2)

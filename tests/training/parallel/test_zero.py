@@ -210,9 +210,6 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert not differ
 
 
-# Processes
-
-
 def quietly(rank: int, folder: Path, work, arguments: tuple) -> None:
     """Run `work(folder, *arguments)`; it must not print, or change the launcher's environment and signals."""
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
@@ -227,9 +224,6 @@ def run_ranks(work, folder: Path, *arguments, world_size: int = RANKS) -> None:
     children.run_ranks(quietly, folder, work, arguments, world_size=world_size)
     printed = "".join(path.read_text() for path in folder.glob("printed.*"))
     assert not printed, f"DeepSpeed printed: {printed}"
-
-
-# Steps
 
 
 def tolerance_of(mode: str, dtype: str) -> float:
@@ -353,9 +347,6 @@ def load_latest(folder: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-# Checkpoints over modes and numbers of ranks
-
-
 def carry(folder: Path, name: str, mode: str) -> None:
     """Load `name`, save it unchanged under another name, take a step, and save as `mode`."""
     for dtype in DTYPES:
@@ -389,8 +380,6 @@ def test_a_checkpoint_resumes_in_another_mode_and_world(tmp_path):
             assert json.loads((place / f"{mode}.json").read_text()) == expected
         here = mode
 
-
-# Settings
 
 ZERO = "zero_optimization"
 CFG = Config(optim=OptimConfig(batch_size=4, gradient_accumulation_steps=3, max_grad_norm=0.5))

@@ -153,9 +153,6 @@ def test_a_full_disk_is_one_error_and_a_resume_has_complete_lines(tmp_path):
     assert [line["step"] for line in lines(path)] == [1, 2]
 
 
-# Metrics
-
-
 def test_perplexity_of_large_losses():
     assert perplexity(2.0) == pytest.approx(7.389056) and perplexity(1000.0) == math.inf
     assert math.isnan(perplexity(math.nan))
@@ -164,9 +161,6 @@ def test_perplexity_of_large_losses():
 @pytest.mark.parametrize(("count", "expected"), [(1, 1.0), (20, 19.5), (29, 28.5), (30, 29.0)])
 def test_the_tail_mean_covers_the_last_tenth(count, expected):
     assert tail_mean([float(i) for i in range(1, count + 1)]) == expected
-
-
-# Services
 
 
 def test_a_failed_run_does_not_wait_for_uploads(tmp_path, monkeypatch):
@@ -230,8 +224,6 @@ def test_git_state_is_that_of_the_folder_s_own_repository(tmp_path):
     (tmp_path / "inside").mkdir()
     assert git_state(tmp_path.resolve() / "inside") is None
 
-
-# Progress
 
 LOGGED = {"train/loss": 1.23456, "train/grad_norm": 0.5, "train/learning_rate": 1e-5, "perf/mfu_bf16": 0.381}
 

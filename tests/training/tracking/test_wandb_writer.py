@@ -18,15 +18,10 @@ MODEL = f"https://me:{TOKEN}@host/m"
 
 
 @pytest.fixture
-def offline(monkeypatch):
-    """W&B as on a machine without network; secrets where W&B could pick them up."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def offline(monkeypatch, wandb_offline):
+    """Secrets where W&B could pick them up."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setattr(sys, "argv", ["train_fp8.py", "--model_name", MODEL])
-    wandb.teardown()  # settings are read once per process
-    yield
-    wandb.teardown()
 
 
 def written_in(folder):
