@@ -50,6 +50,7 @@ command = launch.command
 launch.command = lambda *args: [sys.executable, "-uc", {HELD!r}, *command(*args)[2:]]
 runpy.run_module("benchmarks.compare", run_name="__main__")
 """
+H200 = {"gpu_name": "NVIDIA H200", "versions": {"torch": "2.11.0"}, "git": None}
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +99,6 @@ def test_the_same_command_resumes_and_ends_in_a_verdict(compared):
 
 def planned_runs(folder, variants="bf16,delayed,current", flags="--max_steps 20", **seeds):
     return build_runs(parse_variants([variants]), given_settings(flags.split(), "p"), folder, **seeds)
-
-
-H200 = {"gpu_name": "NVIDIA H200", "versions": {"torch": "2.11.0"}, "git": None}
 
 
 def write(run, loss, *, start=8.0, summary=None, environment=None, change=None, **config):

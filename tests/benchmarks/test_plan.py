@@ -22,6 +22,8 @@ LLAMA_8B = "meta-llama/Llama-3.1-8B"
 N8 = 8_030_261_248  # parameters of the 8B
 BLOCK = 218_103_808  # GEMM weights of one of its layers
 FP8 = {"use_te": True, "mixed_precision": "fp8"}
+GATHERED_IN_FP8 = FP8 | {"fp8_scenario": "current", "sharding_mode": "fsdp_full", "fp8_all_gather": True}
+AUTO = "--batch_size auto --recompute auto"
 
 
 def plan_of(model=LLAMA_8B, *, gpus=1, gpus_per_node=8, gpu="H200", network_gbs=50.0, **settings):
@@ -116,9 +118,6 @@ def test_attention_of_cudnn_has_its_own_rate():
     assert [flash, cudnn] == pytest.approx([0.1233, 0.1430], rel=0.01)  # of the 8B's 52.8 TFLOP
 
 
-GATHERED_IN_FP8 = FP8 | {"fp8_scenario": "current", "sharding_mode": "fsdp_full", "fp8_all_gather": True}
-
-
 def test_weights_gathered_in_fp8_are_quantized_by_the_optimizer():
     suite, fp8 = (plan_of(gpus=8, **(GATHERED_IN_FP8 | {"fp8_all_gather": on})) for on in (False, True))
     assert adam_bytes(fp8.setup) - adam_bytes(suite.setup) == pytest.approx(5 * 32 * BLOCK / N8)
@@ -155,9 +154,6 @@ def test_rates_days_and_cost_by_hand():
     text = run(f"--model_name {LLAMA_8B} {flags} --gpus 8 --tokens 1e12 --price_per_gpu_hour 2.5".split())
     cost = f"{plan.days(1e12) * 24 * 8 * 2.5:,.0f}"
     assert re.search(rf"\| {plan.days(1e12):,.1f} +\| {re.escape(cost)} +\|", text)
-
-
-AUTO = "--batch_size auto --recompute auto"
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,10 @@ from fp8_suite.training.tracking.settings import LogConfig
 
 from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, append, rated, trained, write_run
 
+OTHER_DATA = {"data": {"train": {"fingerprint": "2e"}}}
+NASTY = '<script src="http://evil/x.js"></script> & "$\\frac{" \' </style>'
+SECTIONS = ["losses", "gap", "runs", "statistics", "speed", "coverage", "fp8", "hours", "settings"]
+
 
 def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG\r\n") and path.stat().st_size > 10_000
@@ -107,9 +111,6 @@ def test_gaps_are_to_the_reference_with_the_run_s_seed(tmp_path):
     assert gaps.tail_gap(fp8, reference) == pytest.approx(0.02), "of step 30, which both have"
     assert gaps.other_settings(fp8, reference) == []
     assert gaps.other_settings(warmer, reference) == ["learning_rate", "seed"]
-
-
-OTHER_DATA = {"data": {"train": {"fingerprint": "2e"}}}
 
 
 @pytest.mark.parametrize(
@@ -208,10 +209,6 @@ def test_thinning_keeps_the_extremes_of_a_long_curve():
     assert len(thinned) <= MAX_POINTS and thinned == sorted(thinned)
     assert (54_321, 50.0) in thinned and (77_777, -50.0) in thinned
     assert thin(series[:MAX_POINTS]) == series[:MAX_POINTS]
-
-
-NASTY = '<script src="http://evil/x.js"></script> & "$\\frac{" \' </style>'
-SECTIONS = ["losses", "gap", "runs", "statistics", "speed", "coverage", "fp8", "hours", "settings"]
 
 
 class Page(HTMLParser):

@@ -16,6 +16,8 @@ from packaging.version import Version
 tomllib = pytest.importorskip("tomllib")  # Python 3.11
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+FOLDERS = ("benchmarks", "core", "data", "ds_configs", "te_models", "training")
+READ = {".py", ".j2", ".json", ".yaml", ".gz", ".xz", ".md"}  # files that the suite reads
 
 
 @pytest.mark.parametrize(
@@ -41,10 +43,6 @@ def test_pins_are_within_the_ranges_of_the_same_packages(file, ranges):
 def test_console_commands_exist(target):
     module, _, name = target.partition(":")
     assert callable(getattr(importlib.import_module(module), name))
-
-
-FOLDERS = ("benchmarks", "core", "data", "ds_configs", "te_models", "training")
-READ = {".py", ".j2", ".json", ".yaml", ".gz", ".xz", ".md"}  # files that the suite reads
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,11 @@ from fp8_suite.training.config import (
     parse_config,
 )
 
+FP8 = "--mixed_precision fp8"
+HELD = f"{FP8} --fp8_weights --offload_optimizer"
+GATHER = f"{FP8} --fp8_all_gather --sharding_mode hsdp"
+PLAN = "-m benchmarks.plan"
+
 
 def parse(*argv: str) -> Config:
     return parse_config(list(argv), prog="train_fp8.py", description="test")
@@ -104,11 +109,6 @@ def test_a_save_interval_is_steps_or_time_in_flags_yaml_and_settings(value, step
             == parse(f"--save_interval={value}")
             == config_from_dict(json.loads(json.dumps(cfg.to_dict())))
         )
-
-
-FP8 = "--mixed_precision fp8"
-HELD = f"{FP8} --fp8_weights --offload_optimizer"
-GATHER = f"{FP8} --fp8_all_gather --sharding_mode hsdp"
 
 
 @pytest.mark.parametrize(
@@ -267,9 +267,6 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
         *("memory_limit_gb", "empty_cache_freq", "timeout_minutes"),
     }
     assert of_records <= resumable
-
-
-PLAN = "-m benchmarks.plan"
 
 
 @pytest.mark.parametrize(

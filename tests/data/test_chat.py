@@ -44,6 +44,48 @@ REWRITING = (
     "{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+WITHOUT_ANSWERS = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}\n{% endfor %}"
+NO_END = "{% for m in messages %}### {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+NO_END += "{% if add_generation_prompt %}### assistant: {% endif %}"
+GLM4 = (
+    "[gMASK]{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Oslo"}}}
+CALLING = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "sunny"},
+    {"role": "assistant", "content": "It is sunny."},
+]
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Templates of reasoning models strip the reasoning of finished answers; some open it in the prompt.
+STRIPPING = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[user]{{ m.content }}[/user]"
+    "{% elif m.role == 'assistant' %}[answer]{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}[answer]OPENED{% endif %}"
+)
+THOUGHT = "Six sevens are forty-two.\n</think>\n\nThe product is 42."
+CALLING_WITH = {**CALLING[1], "content": "I look."}
+# Mistral's own template puts the system message into the last turn, if that is a user's.
+MOVING = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{% if loop.last %}"
+    "{% for s in messages if s.role == 'system' %}{{ s.content }} {% endfor %}{% endif %}{{ m.content }}"
+    "[/INST]{% elif m.role == 'assistant' %}SPACE{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA2 = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 
 
 def encoder(tokenizer, *, chat=True, system=""):
@@ -248,9 +290,6 @@ def test_refused_conversation_is_a_bad_row_with_the_reason(demo):
     assert "TypeError: object of type 'NoneType' has no len" in encoder(demo).draft(crash).reason
 
 
-WITHOUT_ANSWERS = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}\n{% endfor %}"
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -263,16 +302,6 @@ def test_unusable_template_is_refused(demo, template, message):
     demo.chat_template = template
     with pytest.raises(UserError, match=f"--tokenizer_name .*{message}"):
         encoder(demo, system="Be brief.")
-
-
-NO_END = "{% for m in messages %}### {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-NO_END += "{% if add_generation_prompt %}### assistant: {% endif %}"
-
-
-GLM4 = (
-    "[gMASK]{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 def test_token_of_the_next_role_ends_answers_with_loss(demo):
@@ -306,21 +335,6 @@ def test_turn_end_is_the_end_of_turn_token(demo, chatml):
         assert turn_end(demo) is None
 
 
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Oslo"}}}
-CALLING = [
-    {"role": "user", "content": "Weather?"},
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "content": "sunny"},
-    {"role": "assistant", "content": "It is sunny."},
-]
-WITH_TOOLS = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
-    "{% for call in m['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
 def test_tool_call_has_loss_and_tools_are_in_the_prompt(chatml):
     chatml.chat_template = WITH_TOOLS
     made = encoder(chatml)
@@ -330,15 +344,6 @@ def test_tool_call_has_loss_and_tools_are_in_the_prompt(chatml):
     assert [text for text, loss in segments if loss] == [call, "It is sunny.<|im_end|>"]
     prompt, answer = made.prompt_and_answer({"messages": CALLING[:2]})
     assert prompt.endswith("assistant\n") and json.loads(answer) == [CALL]
-
-
-# Templates of reasoning models strip the reasoning of finished answers; some open it in the prompt.
-STRIPPING = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[user]{{ m.content }}[/user]"
-    "{% elif m.role == 'assistant' %}[answer]{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}[answer]OPENED{% endif %}"
-)
-THOUGHT = "Six sevens are forty-two.\n</think>\n\nThe product is 42."
 
 
 @pytest.mark.parametrize("opened", ["<think>{{ '\\n' }}", "<think>", ""])
@@ -353,9 +358,6 @@ def test_stripped_reasoning_is_trained_on(demo, opened, written):
         (prompt, _), (answer, _), _ = sample
         assert prompt == render(demo, chat[:turns], generate=True)
         assert answer.endswith(f"{THOUGHT}<|eot_id|>") and (prompt + answer).count("<think>") <= 1
-
-
-CALLING_WITH = {**CALLING[1], "content": "I look."}
 
 
 @pytest.mark.parametrize(
@@ -393,14 +395,6 @@ def test_answer_of_which_nothing_is_written_makes_a_bad_row(chatml, content):
     assert status == Status.BAD and reason.endswith("it writes nothing of an answer")
 
 
-# Mistral's own template puts the system message into the last turn, if that is a user's.
-MOVING = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{% if loop.last %}"
-    "{% for s in messages if s.role == 'system' %}{{ s.content }} {% endfor %}{% endif %}{{ m.content }}"
-    "[/INST]{% elif m.role == 'assistant' %}SPACE{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
-)
-
-
 @pytest.mark.parametrize("space", ["", " "])
 def test_prompts_are_those_of_inference_where_later_turns_change_them(demo, space):
     demo.chat_template = MOVING.replace("SPACE", space)
@@ -422,16 +416,6 @@ def test_template_options_reach_the_template(demo):
         [(ids, [[start, _]])] = encode(demo, sample)
         assert demo.decode(ids[:start]).endswith("<think>") == thinking
         assert encoder(demo).prompt_and_answer(sample)[0].endswith("<think>") == thinking
-
-
-LLAMA2 = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
-    "{% else %} {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
-)
-ZEPHYR = (
-    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
 
 
 def with_word_borders(kind: str) -> PreTrainedTokenizerFast:

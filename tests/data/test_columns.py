@@ -19,6 +19,9 @@ PARTS = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for tur
 UNKNOWN = "unknown role 'AI'; known are " + ", ".join([*ROLES, *ROLE_ALIASES])
 ANSWER, ROLE = "the content of the assistant", "the role of a message"
 WEIGHT = "the weight of the assistant"
+PIRATE = {"role": "system", "content": "Answer like a pirate."}
+TOOL = {"type": "function", "function": {"name": "weather", "required": ["1"]}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Oslo"}}}
 
 
 def columns_of(*rows, **settings):
@@ -96,9 +99,6 @@ def test_senders_of_share_gpt_and_its_derivatives_become_roles():
     assert same == {"messages": CHAT}
 
 
-PIRATE = {"role": "system", "content": "Answer like a pirate."}
-
-
 @pytest.mark.parametrize(
     ("row", "before"),
     [
@@ -150,10 +150,6 @@ def test_report_shows_columns_in_use_and_names_the_others(columns, settings, sho
 def test_error_for_missing_columns_lists_existing_ones(settings):
     with pytest.raises(UserError, match=r"--dataset_.* x, y"):
         columns_of({"x": 1, "y": 2}, **settings)
-
-
-TOOL = {"type": "function", "function": {"name": "weather", "required": ["1"]}}
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Oslo"}}}
 
 
 def sample_with_tools(tools, calls, **content):

@@ -26,6 +26,10 @@ PAIR = {"problem": "What is 1 + 1?", "generated_solution": "It is 2."}
 USABLE = json_lines(*[{"text": f"row {i}"} for i in range(3)])
 streaming = pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
 folder = pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
+CELLS = ["2", "007", "2.50", "NA", "None", "yes"]
+ROWS = [{"question": "What?", "answer": cell} for cell in CELLS]
+TABLE = b"question,answer\n" + b"".join(f"What?,{cell}\n".encode() for cell in CELLS)
+BROKEN = json_lines(*ROWS[:3]) + b"{broken\n" + json_lines(*ROWS[3:])
 
 
 def test_demo_is_unchanged_and_its_splits_are_disjoint():
@@ -50,12 +54,6 @@ def without_rows(*columns) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({name: pa.array([], "string") for name in columns}), sink)
     return sink.getvalue().to_pybytes()
-
-
-CELLS = ["2", "007", "2.50", "NA", "None", "yes"]
-ROWS = [{"question": "What?", "answer": cell} for cell in CELLS]
-TABLE = b"question,answer\n" + b"".join(f"What?,{cell}\n".encode() for cell in CELLS)
-BROKEN = json_lines(*ROWS[:3]) + b"{broken\n" + json_lines(*ROWS[3:])
 
 
 @streaming

@@ -15,6 +15,8 @@ from tests.te_models.test_emulated_scaling import HIDDEN, RECIPES, layer, rope
 from tests.training.test_run import curve, exported, record, same_bits, saved, train
 
 QK_NORM = {"qk_norm_type": "RMSNorm", "qk_norm_eps": 1e-6, "qk_norm_before_rope": True}
+EMULATED = "--use_te --te_backend emulated --mixed_precision"
+DELAYED = f"{EMULATED} fp8 --fp8_scenario delayed --gradient_checkpointing --max_steps 4 --save_interval 2"
 
 
 def emulated(attention: str = "bshd", **options) -> te.TransformerLayer:
@@ -164,10 +166,6 @@ def test_fused_casts_read_tes_precision(name):
 def test_unknown_arguments_of_tes_layer_are_refused():
     with pytest.raises(TypeError, match=r"attention_type='cross'.* is not emulated"):
         layer(attention_type="cross")
-
-
-EMULATED = "--use_te --te_backend emulated --mixed_precision"
-DELAYED = f"{EMULATED} fp8 --fp8_scenario delayed --gradient_checkpointing --max_steps 4 --save_interval 2"
 
 
 def test_run_resumes_bit_for_bit_and_exports(tmp_path):

@@ -23,6 +23,7 @@ from tests.gpu.models import batch, build, perturbed, spec
 
 CPU = torch.device("cpu")
 PADDED, PACKED = [[33], [20], [9]], [[10, 6, 17], [32], [3, 20]]
+SLIDING = {"use_sliding_window": True, "sliding_window": 1024}
 
 
 def config_of(family: str, **changes) -> Any:
@@ -133,9 +134,6 @@ def rope_of(kind: str) -> dict[str, Any]:
 def test_config_without_a_te_form_is_refused(family, changes, message):
     with pytest.raises(UserError, match=f"--use_te --model_name m: {message}.*without --use_te"):
         refuse_te("m", config_of(family, **changes) if family in FAMILIES else AutoConfig.for_model(family))
-
-
-SLIDING = {"use_sliding_window": True, "sliding_window": 1024}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tests.hugging_face_models import WITH_IMAGES, save_model_with_images
 from tests.te_models.test_packing import TINY
 
 FP32 = {"te_backend": None, "dtype": torch.float32, "device": torch.device("cpu"), "max_positions": 64}
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 def build(model_type: str, *, packed=False, seed=0, recompute: str | None = None, convert=None, **changes):
@@ -236,9 +237,6 @@ def test_parameters_on_meta_have_no_storage_until_materialized(tied):
     model.load_state_dict(reference.state_dict())
     ids = torch.arange(3, 12)[None]
     assert torch.equal(model(ids).logits, reference(ids).logits)
-
-
-ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 def test_router_loss_is_added_in_training_as_in_transformers():

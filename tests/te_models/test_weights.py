@@ -39,6 +39,12 @@ CPU = torch.device("cpu")
 ON_CPU = {"dtype": torch.float32, "device": CPU, "packed": False, "max_positions": 64, "seed": 3}
 HF_FORM, TE_FORM = (BuildOptions(te_backend=backend, **ON_CPU) for backend in (None, "emulated"))
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+NEW = "its TE layers have no place for {}; drop --use_te"
+LACK = "the weights lack {}; give a complete model"
+OTHER = r"{}: \[8, 256\] in the weights, \[512, 256\] by its config.json"
+# With four ranks, one has no row of the 5 embeddings, and the 10 rows of fc1 are split unevenly.
+TINIER = {"vocab_size": 5, "hidden_size": 8, "intermediate_size": 5, "head_dim": 4}
+TINIER |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
 
 
 def tiny(family: str = "llama", **changes) -> ModelSpec:
@@ -155,11 +161,6 @@ def test_random_weights_depend_only_on_seed_and_name_and_fit_bf16():
     assert weight.float().std().item() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(weight.float(), weight.float().bfloat16().float())
     assert not first.get("n.bias").any() and first.get("n.weight").eq(1).all()
-
-
-NEW = "its TE layers have no place for {}; drop --use_te"
-LACK = "the weights lack {}; give a complete model"
-OTHER = r"{}: \[8, 256\] in the weights, \[512, 256\] by its config.json"
 
 
 @pytest.mark.parametrize(
@@ -288,11 +289,6 @@ def test_damaged_or_executable_pickle_is_refused(content, tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(UserError, match=r"cannot load the weights .*; download them again"):
         build_model(replace(tiny(), weights=tmp_path), HF_FORM)
-
-
-# With four ranks, one has no row of the 5 embeddings, and the 10 rows of fc1 are split unevenly.
-TINIER = {"vocab_size": 5, "hidden_size": 8, "intermediate_size": 5, "head_dim": 4}
-TINIER |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
 
 
 class Counted(WeightSource):

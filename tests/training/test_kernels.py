@@ -18,6 +18,7 @@ from fp8_suite.training.kernels import KERNELS, KernelInputs, OptionalKernel, en
 from fp8_suite.training.precision.recipes import Precision
 
 cleanup = ExitStack()
+OF_TE = {"qkv_rope"}
 
 
 def plain_act_func(activation, recipe=None):
@@ -71,9 +72,6 @@ def choose(tests=None, backend="native", recipe="delayed", device="cpu", *, warm
     selected = vars(enable_kernels(run, cleanup, [with_fake_test(kernel) for kernel in KERNELS]))
     assert {name for name, used in selected.items() if used} == enabled & selected.keys()
     return enabled
-
-
-OF_TE = {"qkv_rope"}
 
 
 @pytest.mark.parametrize(

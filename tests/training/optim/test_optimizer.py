@@ -16,6 +16,7 @@ from fp8_suite.training.optim.settings import OptimConfig
 FP32, BF16 = torch.float32, torch.bfloat16
 GPU, CPU = {"on_gpu": True}, {"on_gpu": False}
 NO_MASTERS = {"master_weights": "none", "moment_dtype": "bf16"}
+ZERO = GPU | {"mode": "ds_zero2"}
 
 
 def spec_of(settings, *, on_gpu, mode="single"):
@@ -48,9 +49,6 @@ def test_weights_that_are_gathered_in_fp8_are_stored_in_fp8(mode, fp8):
     settings = {"fp8_all_gather": True, "use_te": True, "mixed_precision": "fp8", "fp8_scenario": "current"}
     spec = spec_of(settings | {"sharding_mode": "hsdp"}, **GPU | {"mode": mode})
     assert spec.holds_fp8_weights == fp8 and ("FP8 weights with FP32 masters" in spec.describe()) == fp8
-
-
-ZERO = GPU | {"mode": "ds_zero2"}
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ MODES = tuple(CONFIGS)
 MAX_NORM = 0.5  # all steps are clipped
 MICRO_BATCHES = (2, 2, 1)  # of each rank, by step; an epoch's last step may have fewer
 RANKS = 2
+ZERO = "zero_optimization"
+CFG = Config(optim=OptimConfig(batch_size=4, gradient_accumulation_steps=3, max_grad_norm=0.5))
 
 
 class Tiny(nn.Module):
@@ -379,10 +381,6 @@ def test_a_checkpoint_resumes_in_another_mode_and_world(tmp_path):
             expected = pytest.approx(run.step(2 + number), rel=tolerance_of(mode, dtype))
             assert json.loads((place / f"{mode}.json").read_text()) == expected
         here = mode
-
-
-ZERO = "zero_optimization"
-CFG = Config(optim=OptimConfig(batch_size=4, gradient_accumulation_steps=3, max_grad_norm=0.5))
 
 
 def merge(folder: Path, **settings):

@@ -27,6 +27,7 @@ from tests.training.test_run import train
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ONE = torch.tensor(1.0)
 PROJ = "layers.0.self_attention.proj"
+NATIVE = Precision("delayed", "delayed", te_backend="native")
 
 
 def alone():
@@ -250,9 +251,6 @@ def test_a_run_logs_the_steps_that_are_due_and_trains_as_without(tmp_path, layer
     assert set(statistics) <= set(panels)
     assert panels["amax"].images[0].get_array().count() == len(names)
     assert last_casts([line for line in watched if line["step"] == 1]) is None
-
-
-NATIVE = Precision("delayed", "delayed", te_backend="native")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,12 @@ if find_spec("torchao") is None:
 LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 LINEARS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 8, "pad_token_id": None}
+SIZES = TINY | {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
+SIZES |= {"max_position_embeddings": 256}
+FROM_CONFIG = "--init random --tokenizer_name demo"
+ON_TWO = f"{SMALL} {FROM_CONFIG} --mixed_precision fp8 --max_steps 4"
+GATHERED = "--sharding_mode fsdp_full --fp8_all_gather --gradient_checkpointing --save_interval 2"
 
 
 def build(model_type: str = "llama", recipe_of=lambda name: "tensorwise", **changes) -> HFCausalLM:
@@ -155,9 +161,6 @@ def test_linears_are_plain_inside_high_precision_linears():
     assert torch.equal(linear(x), in_fp8) and not torch.equal(in_fp8, exact)
 
 
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 8, "pad_token_id": None}
-
-
 @pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])
 def test_routers_that_are_linear_layers_are_not_converted(model_type):
     model = build(model_type, **EXPERTS, intermediate_size_mlp=48)
@@ -167,13 +170,6 @@ def test_routers_that_are_linear_layers_are_not_converted(model_type):
     modules = ran(model)
     assert loss.isfinite() and modules["router"][0] == "bf16" and modules["q_proj"][0] == "fp8 tensorwise"
     assert modules.get("down_proj", ["bf16"])[0] == "bf16"  # Llama 4's shared expert is changed in place
-
-
-SIZES = TINY | {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
-SIZES |= {"max_position_embeddings": 256}
-
-
-FROM_CONFIG = "--init random --tokenizer_name demo"
 
 
 def train(folder: Path, flags: str, *, code: int = 0) -> Path:
@@ -216,10 +212,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one_and_its_export_loads(models,
     for row in record(uninterrupted, "env.json")["coverage"]["rows"]:
         counts[row["precision"]] = counts.get(row["precision"], 0) + row["count"]
     assert counts == {"bf16": 7 + 1, "fp8 tensorwise": 4, "fp8 rowwise": 3}
-
-
-ON_TWO = f"{SMALL} {FROM_CONFIG} --mixed_precision fp8 --max_steps 4"
-GATHERED = "--sharding_mode fsdp_full --fp8_all_gather --gradient_checkpointing --save_interval 2"
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.full_disk import disk_that_takes
 
 TOKEN = "hf_" + "AbCdEfGh" * 4
+LOGGED = {"train/loss": 1.23456, "train/grad_norm": 0.5, "train/learning_rate": 1e-5, "perf/mfu_bf16": 0.381}
 
 
 def build(folder, resume_step=None, *, config=None, tags=(), enabled=True, evaluates_again=False, **settings):
@@ -223,9 +224,6 @@ def test_git_state_is_that_of_the_folder_s_own_repository(tmp_path):
     assert git_state(tmp_path.resolve()) == state | {"dirty": True}
     (tmp_path / "inside").mkdir()
     assert git_state(tmp_path.resolve() / "inside") is None
-
-
-LOGGED = {"train/loss": 1.23456, "train/grad_norm": 0.5, "train/learning_rate": 1e-5, "perf/mfu_bf16": 0.381}
 
 
 def test_progress_is_plain_lines_without_a_terminal(capsys, monkeypatch):
