@@ -1,12 +1,10 @@
 """benchmarks.compare: a comparison that is killed, stopped and resumed; its verdict; its errors."""
 
-import io
 import json
 import re
 import shlex
 import signal
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from fp8_suite.benchmarks.records import grid
 from fp8_suite.benchmarks.records.launch import Outcome
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.records.variants import given_settings, parse_variants
-from fp8_suite.core.errors import UserError
+from fp8_suite.core.errors import EXIT_INTERRUPTED, UserError
 
 from tests.benchmarks.folders import append, launch_here, write_run
 from tests.children import running, wait_for
@@ -53,37 +51,26 @@ runpy.run_module("benchmarks.compare", run_name="__main__")
 H200 = {"gpu_name": "NVIDIA H200", "versions": {"torch": "2.11.0"}, "git": None}
 
 
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory):
-    """A comparison that is stopped in its first run, and resumed: folder and (exit code, output) of both."""
-    folder = tmp_path_factory.mktemp("compared")
+def test_a_stopped_comparison_saves_and_the_same_command_resumes_it_to_a_verdict(
+    tmp_path, monkeypatch, capsys
+):
+    folder, bf16 = tmp_path / "compared", tmp_path / "compared/runs/bf16"
     common = (
         f"--variants bf16,delayed --paired_seeds 0 --output_dir {folder} "
         "--num_of_samples 60 --max_seq_length 128 --batch_size 2 --eval_samples 4 --num_workers 0 "
         "--num_proc 1 --max_steps 20 --learning_rate 1e-3 --save_interval 0"
     ).split()
-    bf16, output = folder / "runs/bf16", io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output):
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setattr(grid, "launch", launch_here)
-        line = [sys.executable, "-c", COMPARE, *common]
-        with running(line, cwd=ROOT, stdout=-1, stderr=-2) as first:
-            wait_for(lambda: last_logged(bf16) or first.poll() is not None)
-            first.send_signal(signal.SIGTERM)
-            stopped, _ = first.communicate(timeout=300)
-        resumed = main(common)
-    return folder, (first.returncode, stopped), (resumed, output.getvalue())
-
-
-def test_a_stopped_comparison_saves_and_ends_with_75(compared):
-    folder, (code, output), _ = compared
-    assert code == 75 and output.endswith("interrupted in bf16; run the same command to resume\n"), output
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with running([sys.executable, "-c", COMPARE, *common], cwd=ROOT, stdout=-1, stderr=-2) as first:
+        wait_for(lambda: last_logged(bf16) or first.poll() is not None)
+        first.send_signal(signal.SIGTERM)
+        output, _ = first.communicate(timeout=300)
+    assert first.returncode == EXIT_INTERRUPTED
+    assert output.endswith("interrupted in bf16; run the same command to resume\n"), output
     assert "[2/2]" not in output and "run folder" in (folder / "logs/bf16.log").read_text()
-
-
-def test_the_same_command_resumes_and_ends_in_a_verdict(compared):
-    folder, _, (code, output) = compared
+    monkeypatch.setattr(grid, "launch", launch_here)
+    code, output = main(common), capsys.readouterr().out
     assert code == 0, output
     assert f"{folder}/runs/bf16/checkpoints/step_" in output, "resumed from its checkpoint"
     verdict = json.loads((folder / "verdict.json").read_text())

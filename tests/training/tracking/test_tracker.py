@@ -54,9 +54,6 @@ def logged(tmp_path):
     return tmp_path
 
 
-# metrics.jsonl and summary.json
-
-
 def test_each_line_is_strict_json_on_disk_when_it_is_logged(tmp_path):
     log = build(tmp_path)
     for step in (10, 20):
@@ -191,9 +188,6 @@ def test_tensorboard_has_the_metrics_and_hides_what_a_resume_repeats(tmp_path):
     events = EventAccumulator(str(log_dir)).Reload()
     assert events.Tags()["scalars"] == ["train/loss"] and "note/text_summary" in events.Tags()["tensors"]
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
-
-
-# env.json
 
 
 def test_the_environment_is_json_without_secrets(monkeypatch):
