@@ -165,14 +165,13 @@ def test_flash_attention_4_is_installed_under_a_name_that_transformers_does_not_
     assert model.attention == ATTENTION_NAME
 
 
-@pytest.mark.parametrize(
-    ("model_type", "experts"), [("mixtral", {"num_local_experts": 8}), ("qwen3_moe", {"num_experts": 16})]
-)
-def test_rounding_in_experts_is_not_a_leak(model_type, experts):
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_rounding_in_experts_is_not_a_leak(model_type):
     """For some seeds, the last bits of the loss change with the other sample's tokens."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1}
+    sizes |= {"num_local_experts": 8} if model_type == "mixtral" else {"num_experts": 16}
     for seed in range(6):
-        sizes = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1}
-        build(model_type, packed=True, seed=seed, **sizes, **experts)
+        build(model_type, packed=True, seed=seed, **sizes)
 
 
 def test_damaged_weights_are_not_reported_as_leaking():
