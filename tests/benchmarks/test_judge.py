@@ -5,15 +5,9 @@ from statistics import stdev
 
 import pytest
 from fp8_suite.benchmarks.records.table import read_table
+from fp8_suite.benchmarks.report import judge
 from fp8_suite.benchmarks.report.gaps import compare_losses, pick_reference
-from fp8_suite.benchmarks.report.judge import (
-    RECORDED_SPREAD,
-    Judgement,
-    answer,
-    judge_all,
-    lines_of,
-    t_quantile,
-)
+from fp8_suite.benchmarks.report.judge import Judgement
 
 from tests.benchmarks.folders import trained
 
@@ -23,7 +17,7 @@ from tests.benchmarks.folders import trained
     {1: 6.3138, 2: 2.9200, 3: 2.3534, 4: 2.1318, 9: 1.8331, 10: 1.8125, 99: 1.6604}.items(),
 )
 def test_quantiles_of_student_s_t_are_those_of_the_tables(freedom, quantile):
-    assert t_quantile(freedom) == pytest.approx(quantile, abs=5e-5)
+    assert judge.t_quantile(freedom) == pytest.approx(quantile, abs=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +55,11 @@ def test_the_spread_is_that_of_the_recorded_studies():
     gaps = []
     for study in ("thousand_steps/te", "fp8-moments/1b/beta2-0.95", "fp8-moments/1b/beta2-0.999"):
         runs = read_table(study)
-        results = judge_all(compare_losses(runs, pick_reference(runs)))
+        results = judge.judge_all(compare_losses(runs, pick_reference(runs)))
         gaps += [result.training.gaps for result in results if len(result.pairs) > 1]
     degrees = sum(len(values) - 1 for values in gaps)
     spread = math.sqrt(sum(stdev(values) ** 2 * (len(values) - 1) for values in gaps) / degrees)
-    assert len(gaps) == 7 and spread == pytest.approx(RECORDED_SPREAD, abs=0.005)
+    assert len(gaps) == 7 and spread == pytest.approx(judge.RECORDED_SPREAD, abs=0.005)
 
 
 def test_runs_are_paired_by_seed_and_setting(tmp_path):
@@ -75,11 +69,11 @@ def test_runs_are_paired_by_seed_and_setting(tmp_path):
     del runs[2].config["fp8_fp32_scales"]
     scales = {"seed": 2, "fp8_fp32_scales": True}
     runs.append(trained(tmp_path / "block-scales-2", [4.2], "block", **scales))
-    results = judge_all(compare_losses(runs, runs[0]))
+    results = judge.judge_all(compare_losses(runs, runs[0]))
     names = [[(run.name, baseline.name) for run, baseline in result.pairs] for result in results]
     assert names == [[("block-1", "bf16-1"), ("block-2", "bf16-2")], [("block-scales-2", "bf16-2")]]
     assert results[0].training.mean == pytest.approx(1.0)
-    lines = lines_of(results, lambda run: run.name)
+    lines = judge.lines_of(results, lambda run: run.name)
     assert [line.loss for line in lines] == ["training", "evaluation"] * 2
-    assert answer(lines).startswith("FAIL for block-1: mean gap +1.00 % over 2 seeds")
-    assert "INCONCLUSIVE for block-scales-2: gap +5.00 %" in answer(lines)
+    assert judge.answer(lines).startswith("FAIL for block-1: mean gap +1.00 % over 2 seeds")
+    assert "INCONCLUSIVE for block-scales-2: gap +5.00 %" in judge.answer(lines)

@@ -5,16 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fp8_suite.benchmarks.records import launch as launch_module
-from fp8_suite.benchmarks.records.launch import (
-    Outcome,
-    _workers,
-    command,
-    is_begun,
-    is_finished,
-    launch,
-    to_flags,
-)
+from fp8_suite.benchmarks.records import launch
 from fp8_suite.benchmarks.records.variants import VARIANTS, parse_variants, run_config
 from fp8_suite.core.errors import EXIT_IN_USE, EXIT_INTERRUPTED, UserError
 from fp8_suite.training.config import config_from_dict, parse_config
@@ -23,8 +14,6 @@ from tests.benchmarks.folders import write_run
 from tests.children import running, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 CHOSEN, GLOBAL = {"batch_size": 2, "gradient_accumulation_steps": 8}, {"global_batch_size": 32}
 
 
@@ -45,7 +34,7 @@ def test_a_value_may_hold_commas(tmp_path):
 def test_a_command_line_restores_the_settings():
     settings = {"model_name": "-x", "packing": False, "compile": False, "eval_at_start": True, "max_steps": 3}
     cfg = config_from_dict(settings | {"system_prompt": "two words\n'quoted'", "learning_rate": 3e-5})
-    assert parse_config(to_flags(cfg), prog="p", description="d") == cfg
+    assert parse_config(launch.to_flags(cfg), prog="p", description="d") == cfg
 
 
 @pytest.mark.parametrize(
@@ -66,32 +55,32 @@ def test_a_command_line_restores_the_settings():
 )
 def test_a_finished_run_has_the_same_settings_and_length(recorded, requested, accepted, tmp_path):
     cfg = config_from_dict({"output_dir": str(tmp_path), "max_steps": 20} | requested)
-    assert not is_finished(cfg)
+    assert not launch.is_finished(cfg)
     write_run(tmp_path, losses=[2.0], summary={"steps": 20}, max_steps=20, **recorded)
     if not accepted:
         with pytest.raises(UserError, match=r"holds a run with other settings \(--"):
-            is_finished(cfg)
+            launch.is_finished(cfg)
         return
-    assert is_finished(cfg)
+    assert launch.is_finished(cfg)
     (tmp_path / "summary.json").unlink()
-    assert is_begun(cfg) and not is_finished(cfg)
+    assert launch.is_begun(cfg) and not launch.is_finished(cfg)
     (tmp_path / "settings.json").write_text("[]")
     with pytest.raises(UserError, match=r"settings\.json: damaged"):
-        is_finished(cfg)
+        launch.is_finished(cfg)
 
 
 def test_the_end_of_a_run_follows_from_its_exit_code(tmp_path):
     begun = write_run(tmp_path / "begun")
-    assert Outcome(1, tmp_path, "no such cores").refused
+    assert launch.Outcome(1, tmp_path, "no such cores").refused
     for outcome in ((1, begun, "it broke"), (1, tmp_path, None), (2, tmp_path, "--x 1: no"), (-9, tmp_path)):
-        assert not Outcome(*outcome).refused
-    assert {Outcome(code, begun).reason.split(";")[0] for code in (-9, 137)} == {"killed by SIGKILL"}
+        assert not launch.Outcome(*outcome).refused
+    assert {launch.Outcome(code, begun).reason.split(";")[0] for code in (-9, 137)} == {"killed by SIGKILL"}
 
 
 def test_torchrun_ends_with_the_code_of_the_rank_that_failed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nif os.environ['RANK'] == '1':\n    sys.exit(3)\n")
-    line = command(config_from_dict({}), gpus=2)
+    line = launch.command(config_from_dict({}), gpus=2)
     assert line[line.index("--nproc_per_node=2") + 1] == str(ROOT / "train_multi_gpu.py")
     with running([*line[: line.index("--nproc_per_node=2") + 1], str(script)], cwd=ROOT) as process:
         assert process.wait(300) == 3
@@ -105,17 +94,17 @@ def test_signals_go_to_torchrun_s_workers():
     program += f"subprocess.Popen([{sys.executable!r}, '-c', {sleep!r}]); time.sleep(600)"
     with running([sys.executable, "-c", program], stdout=-1) as launcher, running(worker):
         pid = int(launcher.stdout.readline())
-        wait_for(lambda: _workers(launcher.pid))  # between fork and exec it has its parent's command line
-        assert _workers(launcher.pid) == [pid]
+        wait_for(lambda: launch._workers(launcher.pid))  # between fork and exec it has its parent's command
+        assert launch._workers(launcher.pid) == [pid]
 
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """Return a function that launches a program in place of a training script, with its flags."""
 
-    def start(program: str) -> Outcome:
-        monkeypatch.setattr(launch_module, "command", lambda cfg, gpus: [sys.executable, "-uc", program])
-        return launch(config_from_dict({"output_dir": str(tmp_path)}), log=tmp_path / "logs/run.log")
+    def start(program: str) -> launch.Outcome:
+        monkeypatch.setattr(launch, "command", lambda cfg, gpus: [sys.executable, "-uc", program])
+        return launch.launch(config_from_dict({"output_dir": str(tmp_path)}), log=tmp_path / "logs/run.log")
 
     return start
 

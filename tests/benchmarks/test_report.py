@@ -9,16 +9,7 @@ from html.parser import HTMLParser
 import pytest
 import wandb
 from fp8_suite.benchmarks.records.runs import read_run
-from fp8_suite.benchmarks.report import gaps
-from fp8_suite.benchmarks.report.figures import (
-    MAX_POINTS,
-    draw_gap,
-    draw_losses,
-    draw_overview,
-    draw_scaling,
-    scaling,
-    thin,
-)
+from fp8_suite.benchmarks.report import figures, gaps
 from fp8_suite.benchmarks.report.judge import judge_all
 from fp8_suite.benchmarks.report.main import main, read_all, upload, write
 from fp8_suite.benchmarks.report.tables import report_tables
@@ -141,7 +132,7 @@ def test_the_curve_shows_all_runs_without_non_finite_losses(tmp_path):
     folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
     for folder, losses in zip(folders, ([4.0, math.nan, 2.0], [8.0, 6.0]), strict=True):
         write_run(folder, losses=losses)
-    figure = draw_losses([read_run(folder) for folder in folders])
+    figure = figures.draw_losses([read_run(folder) for folder in folders])
     (axes,) = figure.axes
     first, second = [(10, 4.0), (30, 2.0)], [(10, 8.0), (20, 6.0)]
     drawn = [list(zip(*line.get_data(), strict=True)) for line in axes.lines]
@@ -156,7 +147,7 @@ def test_the_overview_shows_speed_and_the_mean_gap_over_seeds(tmp_path):
     bf16, bf16_2 = (trained(tmp_path / f"bf16-{i}", [x], seed=i) for i, x in ((1, 2.0), (2, 3.0)))
     faster = fp8.summary | {"tokens_per_second": 1.25 * SUMMARY["tokens_per_second"]}
     runs = [replace(fp8, summary=faster), bf16, bf16_2, fp8_2]
-    panels = draw_overview(runs, judge_all(gaps.compare_losses(runs, bf16))).axes
+    panels = figures.draw_overview(runs, judge_all(gaps.compare_losses(runs, bf16))).axes
     assert [label.get_text() for label in panels[0].get_yticklabels()] == ["bf16-1", "fp8-1"]
     texts = [[text.get_text() for text in axes.texts] for axes in panels]
     assert texts == [["14,376", "17,970 (1.25x)"], ["baseline", "+2.00 %"]]
@@ -165,7 +156,7 @@ def test_the_overview_shows_speed_and_the_mean_gap_over_seeds(tmp_path):
 def test_each_gap_is_drawn_against_its_own_baseline(tmp_path):
     te, hf = trained(tmp_path / "bf16", [2.0]), trained(tmp_path / "bf16_hf", [4.0])
     runs = [te, hf, trained(tmp_path / "tensorwise", [4.4], "tensorwise")]
-    (axes,) = draw_gap(runs, gaps.compare_losses(runs, te, {runs[2].folder: hf})).axes
+    (axes,) = figures.draw_gap(runs, gaps.compare_losses(runs, te, {runs[2].folder: hf})).axes
     drawn = {line.get_label(): line.get_ydata()[0] for line in axes.lines}
     assert drawn["bf16_hf"] == pytest.approx(1.0) and drawn["tensorwise"] == pytest.approx(0.1)
     assert axes.get_ylabel() == "loss relative to the baseline"
@@ -181,26 +172,26 @@ def test_speed_is_drawn_over_lengths_and_gpus_of_the_same_work(tmp_path):
         rated(tmp_path / "cpu", 0, 1.0, max_seq_length=512),
         rated(tmp_path / "four", 4, 700.0, max_seq_length=2048, sharding_mode="ddp"),
     ]
-    ((line, points),) = scaling(runs, "sequence length").items()
+    ((line, points),) = figures.scaling(runs, "sequence length").items()
     assert line.endswith("delayed (TE), GPUs 1") and [x for x, _ in points] == [2048, 4096]
-    by_gpus = scaling(runs, "GPUs")
+    by_gpus = figures.scaling(runs, "GPUs")
     (line,) = by_gpus
-    per_gpu = draw_scaling(by_gpus, "GPUs").axes[1]
+    per_gpu = figures.draw_scaling(by_gpus, "GPUs").axes[1]
     assert per_gpu.get_ylabel() == "tokens/s per GPU"
     assert [line.get_xydata().tolist() for line in per_gpu.lines] == [[[1, 200], [4, 175]]] * 2
     other = {"max_seq_length": 2048, "gradient_accumulation_steps": 8}
     runs += [rated(tmp_path / f"x{gpus}", gpus, 100.0, **other) for gpus in (1, 4)]
-    assert [*scaling(runs, "GPUs")] == [line, f"{line}, gradient_accumulation_steps=8"]
-    assert scaling(runs[:1], "GPUs") == {}
+    assert [*figures.scaling(runs, "GPUs")] == [line, f"{line}, gradient_accumulation_steps=8"]
+    assert figures.scaling(runs[:1], "GPUs") == {}
 
 
 def test_thinning_keeps_the_extremes_of_a_long_curve():
     series = [(i, 1.0) for i in range(100_000)]
     series[54_321], series[77_777] = (54_321, 50.0), (77_777, -50.0)
-    thinned = thin(series)
-    assert len(thinned) <= MAX_POINTS and thinned == sorted(thinned)
+    thinned = figures.thin(series)
+    assert len(thinned) <= figures.MAX_POINTS and thinned == sorted(thinned)
     assert (54_321, 50.0) in thinned and (77_777, -50.0) in thinned
-    assert thin(series[:MAX_POINTS]) == series[:MAX_POINTS]
+    assert figures.thin(series[: figures.MAX_POINTS]) == series[: figures.MAX_POINTS]
 
 
 class Page(HTMLParser):

@@ -10,17 +10,9 @@ import pytest
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.files import write_json
 from fp8_suite.core.packages import ROOT
+from fp8_suite.training import config
 from fp8_suite.training.checkpoint.settings import parse_save_interval
-from fp8_suite.training.config import (
-    REMOVED_SETTINGS,
-    Config,
-    all_settings,
-    changed_settings,
-    config_from_dict,
-    drop_removed,
-    load_config_file,
-    parse_config,
-)
+from fp8_suite.training.config import Config
 
 FP8 = "--mixed_precision fp8"
 HELD = f"{FP8} --fp8_weights --offload_optimizer"
@@ -29,14 +21,13 @@ PLAN = "-m benchmarks.plan"
 
 
 def parse(*argv: str) -> Config:
-    return parse_config(list(argv), prog="train_fp8.py", description="test")
+    return config.parse_config(list(argv), prog="train_fp8.py", description="test")
 
 
 def test_flags_set_fields_of_frozen_sections(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    cfg = parse(
-        *["--use_te", "--learning_rate", "3e-4", "--no_packing", "--output_dir=~/a", "--max_steps", "1.0E+3"]
-    )
+    flags = "--use_te --learning_rate 3e-4 --no_packing --output_dir=~/a --max_steps 1.0E+3"
+    cfg = parse(*flags.split())
     assert cfg.model.use_te and not cfg.data.packing and cfg.optim.learning_rate == 3e-4
     assert (cfg.data.split_name, cfg.log.wandb_project) == ("train_1M", "llm-fp8"), "defaults"
     assert (cfg.checkpoint.output_dir, cfg.optim.max_steps) == ("/home/me/a", 1000)
@@ -97,18 +88,13 @@ def test_a_bad_value_is_one_line_with_flag_and_reason(argv, reason):
     [(500, 500, 0), ("0", 0, 0), ("1e3", 1000, 0), ("30m", 0, 1800), ("2h", 0, 7200), ("0.5h", 0, 1800)],
 )
 def test_a_save_interval_is_steps_or_time_in_flags_yaml_and_settings(value, steps, seconds, tmp_path):
-    for name, text in (
-        ("run.yaml", f"save_interval: {value}"),
-        ("a.json", f'{{"save_interval": "{value}"}}'),
-    ):
+    texts = {"run.yaml": f"save_interval: {value}", "a.json": f'{{"save_interval": "{value}"}}'}
+    for name, text in texts.items():
         (tmp_path / name).write_text(text)
         cfg = parse("--config", str(tmp_path / name))
         assert parse_save_interval(cfg.checkpoint.save_interval) == (steps, seconds)
-        assert (
-            cfg
-            == parse(f"--save_interval={value}")
-            == config_from_dict(json.loads(json.dumps(cfg.to_dict())))
-        )
+        assert cfg == parse(f"--save_interval={value}")
+        assert cfg == config.config_from_dict(json.loads(json.dumps(cfg.to_dict())))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +202,7 @@ def test_settings_json_gives_the_same_config(tmp_path):
     cfg = parse("--use_te", "--eval_split", "test", "--warmup_ratio", "0.1", "--no_export")
     path = tmp_path / "settings.json"
     path.write_text(json.dumps(cfg.to_dict(), indent="\t"))
-    assert parse("--config", str(path)) == config_from_dict(json.loads(path.read_text())) == cfg
+    assert parse("--config", str(path)) == config.config_from_dict(json.loads(path.read_text())) == cfg
 
 
 def test_what_a_run_chooses_at_its_start_is_open_until_then(tmp_path):
@@ -224,7 +210,7 @@ def test_what_a_run_chooses_at_its_start_is_open_until_then(tmp_path):
     for flags in ("--batch_size auto", "--global_batch_size 24"):
         assert parse(*flags.split()).optim.gradient_accumulation_steps is None
     cfg = parse("--batch_size", "auto", "--global_batch_size", "24")
-    assert config_from_dict(cfg.to_dict()) == cfg and cfg.optim.batch_size == "auto"
+    assert config.config_from_dict(cfg.to_dict()) == cfg and cfg.optim.batch_size == "auto"
     recorded = cfg.to_dict() | {"batch_size": 6, "gradient_accumulation_steps": 2}
     write_json(tmp_path / "settings.json", recorded)  # of two ranks
     resumed = parse("--config", str(tmp_path / "settings.json")).optim
@@ -235,30 +221,31 @@ def test_what_a_run_chooses_at_its_start_is_open_until_then(tmp_path):
 
 def test_removed_settings_are_read_if_they_mean_the_same_and_never_ignored_in_a_users_file(tmp_path):
     path = tmp_path / "settings.json"
-    for name, values in REMOVED_SETTINGS.items():
-        assert name not in all_settings()
+    for name, values in config.REMOVED_SETTINGS.items():
+        assert name not in config.all_settings()
         for value in values or ("anything",):
             path.write_text(json.dumps({"max_steps": 3, name: value}))
-            assert load_config_file(str(path)) == {"max_steps": 3}
+            assert config.load_config_file(str(path)) == {"max_steps": 3}
         if values:
             with pytest.raises(UserError) as refused:
-                drop_removed({name: "another value"})
+                config.drop_removed({name: "another value"})
             assert refused.value.flags == {name}
         (tmp_path / "run.yaml").write_text(f"{name}: offline")  # would be uploaded if wandb_mode were ignored
         with pytest.raises(UserError) as refused:
-            load_config_file(str(tmp_path / "run.yaml"))
+            config.load_config_file(str(tmp_path / "run.yaml"))
         assert "config" in refused.value.flags
 
 
 def test_only_settings_that_are_not_resumable_count_as_changed():
     old = parse("--batch_size", "4").to_dict()
     new = parse("--batch_size", "8", "--log_interval", "1", "--max_steps", "7")
-    assert changed_settings(old, new) == {"batch_size": (4, 8)}
+    assert config.changed_settings(old, new) == {"batch_size": (4, 8)}
     before = {name: value for name, value in old.items() if name != "fp8_fast_accumulation"}
-    added = changed_settings(before, parse("--batch_size", "4", "--fp8_fast_accumulation"))
+    added = config.changed_settings(before, parse("--batch_size", "4", "--fp8_fast_accumulation"))
     assert added == {"fp8_fast_accumulation": (False, True)}, "an older run had the default"
-    resumable = {name for name, (_, f, _) in all_settings().items() if f.metadata["resumable"]}
-    of_records = {name for name, (section, *_) in all_settings().items() if section in ("checkpoint", "log")}
+    table = config.all_settings().items()
+    resumable = {name for name, (_, f, _) in table if f.metadata["resumable"]}
+    of_records = {name for name, (section, *_) in table if section in ("checkpoint", "log")}
     assert resumable - of_records == {
         *("num_proc", "num_workers", "flash_attention"),
         *("fp8_weights", "gradient_checkpointing", "recompute", "offload_activations"),
@@ -293,7 +280,7 @@ finally:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code and text in done.stdout + done.stderr, done.stderr
     if command == "train_fp8.py --help":
-        assert all(f"--{name}" in done.stdout for name in all_settings())
+        assert all(f"--{name}" in done.stdout for name in config.all_settings())
 
 
 def test_a_path_outside_the_locale_is_refused_at_the_start(tmp_path):

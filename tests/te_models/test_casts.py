@@ -4,19 +4,8 @@ import math
 
 import pytest
 import torch
-from fp8_suite.te_models.emulation.casts import (
-    E4M3,
-    E5M2,
-    amax_of,
-    cast_blocks,
-    cast_mx,
-    cast_tensor,
-    cast_with_scale,
-    mx_exponent,
-    saturate,
-    scale_of,
-    widen,
-)
+from fp8_suite.te_models.emulation import casts
+from fp8_suite.te_models.emulation.casts import E4M3, E5M2, amax_of, mx_exponent, saturate, scale_of, widen
 
 INF, NAN, FLOAT32_MAX = float("inf"), float("nan"), torch.finfo(torch.float32).max
 
@@ -72,14 +61,14 @@ def test_scales_and_amaxes_by_hand():
 
 def test_per_tensor_casts_by_hand():
     x = torch.tensor([[1.0, -2.0], [3.5, 0.2]], dtype=torch.bfloat16)  # 0.2 is 0.2002 in BF16
-    current = cast_tensor(x, E4M3)
+    current = casts.cast_tensor(x, E4M3)
     assert widen(current.data).tolist() == [[128.0, -256.0], [448.0, 26.0]]
     assert current.scale_inv == 1 / 128 and current.dequantize()[1, 1] == 26 / 128
     # With the amax of the unrounded value, which is smaller, the rounded value saturates.
-    assert widen(cast_tensor(x, E4M3, amax=torch.tensor(3.4)).data)[1, 0] == 448.0
-    delayed = cast_with_scale(x, torch.tensor(256.0), E5M2)
+    assert widen(casts.cast_tensor(x, E4M3, amax=torch.tensor(3.4)).data)[1, 0] == 448.0
+    delayed = casts.cast_with_scale(x, torch.tensor(256.0), E5M2)
     assert widen(delayed.data).tolist() == [[256.0, -512.0], [896.0, 48.0]]
-    assert widen(cast_with_scale(x, torch.tensor(256.0), E4M3).data)[1, 0] == 448.0  # 896 saturates
+    assert widen(casts.cast_with_scale(x, torch.tensor(256.0), E4M3).data)[1, 0] == 448.0  # 896 saturates
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -89,7 +78,7 @@ def test_each_block_has_its_own_scale(shape, block, power_of_two):
     generator = torch.Generator().manual_seed(shape[0])
     row, column = torch.arange(shape[0])[:, None] // 128, torch.arange(shape[1])[None] // 128
     x = (torch.randn(shape, generator=generator) * 2.0 ** (3 * row - 2 * column)).bfloat16()
-    quantized = cast_blocks(x, E4M3, block, power_of_two=power_of_two)
+    quantized = casts.cast_blocks(x, E4M3, block, power_of_two=power_of_two)
     counts = [math.ceil(size / length) for size, length in zip(shape, block, strict=True)]
     assert quantized.data.shape == shape and list(quantized.scale_inv.shape) == counts
     dequantized = quantized.dequantize()
@@ -120,7 +109,7 @@ def test_mx_matches_torchao(dtype, dim, source):
     x = x.to(source)
     rows = x if dim == 1 else x.T.contiguous()
     scale, data = mx.to_mx(rows, dtype, 32, scaling_mode=config.ScaleCalculationMode.RCEIL)
-    ours = cast_mx(x, dtype, dim=dim)
+    ours = casts.cast_mx(x, dtype, dim=dim)
     ours_data, ours_scale = (ours.data, ours.scale_inv) if dim == 1 else (ours.data.T, ours.scale_inv.T)
     assert torch.equal(ours_data.contiguous().view(torch.uint8), data.view(torch.uint8).reshape(rows.shape))
     exponents = scale.view(torch.uint8).reshape(ours_scale.shape).double() - 127
@@ -131,7 +120,7 @@ def test_mx_blocks_at_the_smallest_scale_are_scaled():
     """TE multiplies by 2^127 for E8M0 exponent 0 (since 2.14; torchao 0.18 by 1, which underflows)."""
     x = torch.full((32, 64), 3 * 2.0**-125)
     x[:, 32:] = 0.0
-    quantized = cast_mx(x, E4M3, dim=1)
+    quantized = casts.cast_mx(x, E4M3, dim=1)
     assert torch.equal(quantized.scale_inv, torch.full((32, 2), 2.0**-127))
     assert widen(quantized.data)[0, [0, 63]].tolist() == [12.0, 0.0]
     assert torch.equal(quantized.dequantize(), x)

@@ -7,15 +7,7 @@ import torch
 import torch.nn.functional as F
 from fp8_suite.core.errors import EXIT_BAD_SETTING
 from fp8_suite.te_models.kernels import loss_fp8
-from fp8_suite.te_models.kernels.loss_fp8 import (
-    E4M3,
-    E5M2,
-    GRADIENT_SCALE,
-    cast,
-    cast_gradient,
-    linear_cross_entropy_fp8,
-    softmax_cross_entropy,
-)
+from fp8_suite.te_models.kernels.loss_fp8 import E4M3, E5M2
 
 from tests.training.test_run import curve, train
 
@@ -32,7 +24,7 @@ def case(tokens=100, hidden=32, vocab=48):
 
 
 def dequantized(matrix):
-    quantized = cast(matrix.detach())
+    quantized = loss_fp8.cast(matrix.detach())
     return quantized.rows.float() * quantized.inverse
 
 
@@ -41,31 +33,31 @@ def cast_gradients(logits, labels):
     scores, at = logits.float().requires_grad_(), labels.clamp(min=0)[:, None]
     F.cross_entropy(scores, labels, ignore_index=-100, reduction="sum").backward()
     at_label = torch.where(labels != -100, scores.grad.gather(1, at)[:, 0], 0.0)
-    grads = (scores.grad * GRADIENT_SCALE).to(E5M2).float() / GRADIENT_SCALE
+    grads = (scores.grad * loss_fp8.GRADIENT_SCALE).to(E5M2).float() / loss_fp8.GRADIENT_SCALE
     return grads.scatter(1, at, 0.0), at_label
 
 
 def test_a_cast_maps_the_amax_to_the_formats_maximum():
     x = torch.tensor([[0.5, -2.0, 0.25, 1.0]] * 4).bfloat16()
-    quantized = cast(x)
+    quantized = loss_fp8.cast(x)
     assert quantized.rows.dtype == E4M3 and quantized.rows.float().abs().max() == 448.0
     assert torch.equal(dequantized(x), x.float())  # the values are exact in E4M3
     assert torch.equal(quantized.columns.float(), quantized.rows.float().T)
-    assert cast(x, columns=False).columns is None
-    zeros, tiny = cast(torch.zeros(4, 4).bfloat16()), cast(torch.full((4, 4), 1e-38).bfloat16())
+    assert loss_fp8.cast(x, columns=False).columns is None
+    zeros, tiny = (loss_fp8.cast(torch.full((4, 4), value).bfloat16()) for value in (0.0, 1e-38))
     assert not zeros.rows.float().any() and zeros.inverse == 1
     assert tiny.rows.float().isfinite().all() and tiny.inverse > 0
-    assert cast(torch.full((4, 4), float("nan")).bfloat16()).rows.float().isnan().all()
+    assert loss_fp8.cast(torch.full((4, 4), float("nan")).bfloat16()).rows.float().isnan().all()
 
 
 def test_gradients_of_logits_are_cast_in_both_layouts_with_zeros_at_labels():
     _, _, labels = case(16)
     logits = (torch.randn(16, 48) * 4).bfloat16()
     columns = torch.zeros(48, 32, dtype=torch.uint8).view(E5M2)
-    log_sum = softmax_cross_entropy(logits, labels)[2]
-    rows, at_label = cast_gradient(logits, labels, log_sum, columns, 16)
+    log_sum = loss_fp8.softmax_cross_entropy(logits, labels)[2]
+    rows, at_label = loss_fp8.cast_gradient(logits, labels, log_sum, columns, 16)
     expected, exact = cast_gradients(logits, labels)
-    assert torch.equal(rows.float(), expected * GRADIENT_SCALE)
+    assert torch.equal(rows.float(), expected * loss_fp8.GRADIENT_SCALE)
     assert torch.equal(columns.float()[:, 16:], rows.float().T) and not columns.float()[:, :16].any()
     torch.testing.assert_close(at_label, -expected.sum(1))
     assert (at_label - exact).abs().max() < 0.05 and not at_label[::3].any()
@@ -77,7 +69,7 @@ def test_loss_and_gradients_match_torch_on_the_cast_operands(tokens, chunk, per_
     monkeypatch.setattr(loss_fp8, "TOKENS_PER_GEMM", per_gemm)
     monkeypatch.setattr(loss_fp8, "VOCABULARY_PER_SUM", 32)
     h, w, labels = case(tokens)
-    out = linear_cross_entropy_fp8(h, w, labels)
+    out = loss_fp8.linear_cross_entropy_fp8(h, w, labels)
     (out.loss / 7).backward()
     x, v = dequantized(h), dequantized(w)
     logits = (x @ v.T).bfloat16().float()
@@ -90,7 +82,7 @@ def test_loss_and_gradients_match_torch_on_the_cast_operands(tokens, chunk, per_
     torch.testing.assert_close(h.grad, (by_hidden / 7).bfloat16(), rtol=2e-2, atol=1e-3)
     torch.testing.assert_close(w.grad, (by_weight / 7).bfloat16(), rtol=2e-2, atol=1e-2)
     with torch.no_grad():
-        evaluated = linear_cross_entropy_fp8(h, w, labels)
+        evaluated = loss_fp8.linear_cross_entropy_fp8(h, w, labels)
     assert not evaluated.loss.requires_grad and torch.equal(evaluated.loss, out.loss.detach())
 
 
@@ -101,10 +93,10 @@ def test_a_tokens_gradients_nearly_sum_to_zero_despite_the_casts():
     """
     h, w, labels = case(2000)
     h, w = (h.detach().float() / 6 + 1).bfloat16(), (w.detach() / 8).requires_grad_()
-    linear_cross_entropy_fp8(h, w, labels).loss.backward()
+    loss_fp8.linear_cross_entropy_fp8(h, w, labels).loss.backward()
     x = dequantized(h)
     grads, at_label = cast_gradients((x @ dequantized(w).T).bfloat16().float(), labels)
-    at_label = (at_label * GRADIENT_SCALE).to(E5M2).float() / GRADIENT_SCALE
+    at_label = (at_label * loss_fp8.GRADIENT_SCALE).to(E5M2).float() / loss_fp8.GRADIENT_SCALE
     with_labels_cast = grads.scatter(1, labels.clamp(min=0)[:, None], at_label[:, None]).T @ x
     assert w.grad.float().sum(0).norm() < with_labels_cast.sum(0).norm() / 5
 

@@ -2,16 +2,8 @@
 
 import pytest
 import torch
+import transformers
 from fp8_suite.te_models.shape import ModelShape, attention_flops, matmul_parameters, model_flops
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 LLAMA_8B = ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256)
 # Small enough for a pencil; every dimension differs, so no two can be confused.
@@ -25,9 +17,9 @@ def test_matmul_parameters():
     assert matmul_parameters(SMALL) == 2 * 570 + 110
     # 8,030,261,248 parameters, less the embedding 525,336,576 and 65 norms of 4096.
     assert matmul_parameters(LLAMA_8B) == 8_030_261_248 - 525_336_576 - 65 * 4096
-    config = Qwen3Config(**DIMENSIONS, head_dim=64, tie_word_embeddings=False)
+    config = transformers.Qwen3Config(**DIMENSIONS, head_dim=64, tie_word_embeddings=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
     in_gemms = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     assert matmul_parameters(ModelShape.from_hf_config(config)) == in_gemms
 
@@ -43,26 +35,26 @@ def test_model_flops():
 
 
 def test_shape_from_hf_config():
-    llama = LlamaConfig(**DIMENSIONS)
+    llama = transformers.LlamaConfig(**DIMENSIONS)
     assert ModelShape.from_hf_config(llama) == LLAMA_8B
     llama.head_dim = None
     assert ModelShape.from_hf_config(llama) == LLAMA_8B
     # Qwen2 has no head_dim at all; Qwen3's is not hidden_size / num_heads.
-    assert ModelShape.from_hf_config(Qwen2Config(**DIMENSIONS)) == LLAMA_8B
-    qwen3 = Qwen3Config(hidden_size=1024, num_attention_heads=16, head_dim=128)
+    assert ModelShape.from_hf_config(transformers.Qwen2Config(**DIMENSIONS)) == LLAMA_8B
+    qwen3 = transformers.Qwen3Config(hidden_size=1024, num_attention_heads=16, head_dim=128)
     assert ModelShape.from_hf_config(qwen3).head_dim == 128
-    assert ModelShape.from_hf_config(MixtralConfig()) is None
+    assert ModelShape.from_hf_config(transformers.MixtralConfig()) is None
 
 
 @pytest.mark.parametrize(
     ("config", "window"),
     [
-        (MistralConfig(sliding_window=4096), 4096),
-        (MistralConfig(sliding_window=None), None),
-        (Qwen3Config(sliding_window=4096), None),  # not in use
-        (Qwen3Config(sliding_window=4096, use_sliding_window=True, max_window_layers=1), 4096),
-        (Gemma2Config(sliding_window=4096), 4096),
-        (LlamaConfig(), None),
+        (transformers.MistralConfig(sliding_window=4096), 4096),
+        (transformers.MistralConfig(sliding_window=None), None),
+        (transformers.Qwen3Config(sliding_window=4096), None),  # not in use
+        (transformers.Qwen3Config(sliding_window=4096, use_sliding_window=True, max_window_layers=1), 4096),
+        (transformers.Gemma2Config(sliding_window=4096), 4096),
+        (transformers.LlamaConfig(), None),
     ],
 )
 def test_a_sliding_window_limits_what_attention_sees(config, window):

@@ -10,22 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError
+from fp8_suite.te_models import weights
 from fp8_suite.te_models.build import build_model, export_tensors
 from fp8_suite.te_models.decoder import TECausalLM
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import ModelSpec, find_model, weight_source
-from fp8_suite.te_models.weights import (
-    RENAMED,
-    RandomSource,
-    SafetensorsSource,
-    WeightSource,
-    layer_to_hf,
-    layer_to_te,
-    load_te,
-    te_to_hf,
-    weight_files,
-)
+from fp8_suite.te_models.weights import RandomSource, SafetensorsSource, WeightSource, load_te, te_to_hf
 from fp8_suite.training.checkpoint.export import export_hf
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -95,17 +86,17 @@ def save_index(folder: Path, weight_map: dict[str, str]) -> None:
 
 def test_qkv_layout_by_hand():
     """4 heads in 2 groups with head size 2; biases are fused as weights, QK norms are only renamed."""
-    hf = {name: torch.zeros(1, 1) for name in RENAMED.values()}
+    hf = {name: torch.zeros(1, 1) for name in weights.RENAMED.values()}
     hf |= {f"mlp.{p}_proj.weight": torch.zeros(1, 1) for p in ("gate", "up")}
     rows = {"q": [1.0, 2, 3, 4, 5, 6, 7, 8], "k": [10.0, 11, 20, 21], "v": [100.0, 101, 200, 201]}
     fused = [1, 2, 3, 4, 10, 11, 100, 101, 5, 6, 7, 8, 20, 21, 200, 201]
     hf |= {f"self_attn.{p}_proj.weight": torch.tensor(numbers)[:, None] for p, numbers in rows.items()}
     qwen2 = hf | {f"self_attn.{p}_proj.bias": torch.tensor(numbers) for p, numbers in rows.items()}
-    te = layer_to_te(qwen2, heads_of("qwen2"))
+    te = weights.layer_to_te(qwen2, heads_of("qwen2"))
     assert te["self_attention.layernorm_qkv.weight"].flatten().tolist() == fused
     assert te["self_attention.layernorm_qkv.bias"].tolist() == fused
     qwen3 = hf | {f"self_attn.{p}_norm.weight": torch.tensor([n, n]) for p, n in {"q": 1.0, "k": 2.0}.items()}
-    te = layer_to_te(qwen3, heads_of("qwen3"))
+    te = weights.layer_to_te(qwen3, heads_of("qwen3"))
     assert [te[f"self_attention.{p}_norm.weight"].tolist() for p in "qk"] == [[1, 1], [2, 2]]
     assert not any(name.endswith("bias") for name in te)
 
@@ -113,13 +104,13 @@ def test_qkv_layout_by_hand():
 def test_layer_conversions_use_every_tensor():
     config = heads_of("llama")
     te = {name: p.detach() for name, p in te_form(tiny()).layers[0].named_parameters()}
-    hf = layer_to_hf(dict(te), config)
+    hf = weights.layer_to_hf(dict(te), config)
     with pytest.raises(AssertionError, match=r"q_proj\.bias"):
-        layer_to_te(hf | {"self_attn.q_proj.bias": torch.zeros(512)}, config)
-    assert set(layer_to_te(hf, config)) == set(te) and not hf
+        weights.layer_to_te(hf | {"self_attn.q_proj.bias": torch.zeros(512)}, config)
+    assert set(weights.layer_to_te(hf, config)) == set(te) and not hf
     for extra in ("self_attention.layernorm_qkv.bias", "layernorm_mlp.fc1_bias"):
         with pytest.raises(AssertionError, match=extra):
-            layer_to_hf(te | {extra: torch.zeros(512)}, config)
+            weights.layer_to_hf(te | {extra: torch.zeros(512)}, config)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -267,7 +258,7 @@ def test_single_file_wins_over_the_index_of_an_earlier_save(tmp_path):
     save(tmp_path, {"model.norm.weight": torch.ones(4)})
     save_index(tmp_path, {"model.norm.weight": "old.safetensors", "gone": "missing.safetensors"})
     assert SafetensorsSource(tmp_path).shapes() == {"model.norm.weight": torch.Size([4])}
-    assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]
+    assert [path.name for path in weights.weight_files(tmp_path)] == ["model.safetensors"]
 
 
 def test_pickled_weights_are_loaded_by_transformers_and_refused_for_te_layers(tmp_path):

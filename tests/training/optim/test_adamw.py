@@ -3,16 +3,8 @@
 import pytest
 import torch
 from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.optim.adamw import MasterAdamW, merge_master, split_master
-from fp8_suite.training.optim.optimizer import (
-    LARGEST_BETA2_IN_BF16,
-    build_optimizer,
-    choose_optimizer,
-    optimizer_state,
-    optimizer_steps,
-    set_optimizer_steps,
-    step_if,
-)
 from fp8_suite.training.optim.settings import OptimConfig
 
 BF16_MOMENTS = {"moment_dtype": "bf16"}
@@ -22,8 +14,8 @@ def build(weight, cfg=None, precision=None) -> tuple[torch.nn.Module, MasterAdam
     model = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.copy_(weight)
-    spec = choose_optimizer(config_from_dict(precision or {}), "single", on_gpu=True)
-    return model, build_optimizer(model, cfg or OptimConfig(learning_rate=1e-2), spec)
+    spec = optim.choose_optimizer(config_from_dict(precision or {}), "single", on_gpu=True)
+    return model, optim.build_optimizer(model, cfg or OptimConfig(learning_rate=1e-2), spec)
 
 
 def master(model, optimizer) -> torch.Tensor:
@@ -48,7 +40,7 @@ def test_masters_follow_torchs_adamw_on_fp32_weights():
     assert torch.equal(split_master(master(model, optimizer))[0], model.weight)
 
 
-@pytest.mark.parametrize(("beta2", "left"), [(LARGEST_BETA2_IN_BF16, 0.05), (0.999, 1.0)])
+@pytest.mark.parametrize(("beta2", "left"), [(optim.LARGEST_BETA2_IN_BF16, 0.05), (0.999, 1.0)])
 def test_a_second_moment_in_bf16_decays_up_to_the_beta2_of_the_warning(beta2, left):
     """After 300 steps without gradient; with 0.999 it should be 0.74."""
     model, optimizer = build(torch.ones(4, 4), OptimConfig(adam_beta2=beta2), BF16_MOMENTS)
@@ -64,12 +56,12 @@ def test_a_scaled_step_is_the_step_of_scaled_gradients(precision):
     start, grad = torch.randn(8, 8).bfloat16(), torch.randn(8, 8).bfloat16()
     (model, scaled), (twin, plain) = (build(start, precision=precision) for _ in range(2))
     model.weight.grad, twin.weight.grad = grad, grad * 0.25  # exact in BF16
-    step_if(scaled, apply=torch.tensor(True), scale=torch.tensor(0.25))
+    optim.step_if(scaled, apply=torch.tensor(True), scale=torch.tensor(0.25))
     plain.step()
     assert torch.equal(master(model, scaled), master(twin, plain))
-    expected = optimizer_state(plain, twin)
+    expected = optim.optimizer_state(plain, twin)
     dtype = torch.bfloat16 if precision is BF16_MOMENTS else torch.float32
-    for name, value in optimizer_state(scaled, model).items():
+    for name, value in optim.optimizer_state(scaled, model).items():
         assert value.dtype == (torch.int16 if "master" in name else dtype)
         assert torch.equal(value, expected[name])
 
@@ -79,17 +71,17 @@ def test_a_skipped_step_changes_nothing_and_is_not_counted():
     model, optimizer = build(start)
     nan = torch.tensor(torch.nan)
     model.weight.grad = nan.bfloat16().expand(8, 8)
-    step_if(optimizer, apply=torch.tensor(False), scale=nan)
-    assert torch.equal(model.weight, start) and optimizer_steps(optimizer) == 0
-    assert not any(value.any() for value in optimizer_state(optimizer, model).values())
+    optim.step_if(optimizer, apply=torch.tensor(False), scale=nan)
+    assert torch.equal(model.weight, start) and optim.optimizer_steps(optimizer) == 0
+    assert not any(value.any() for value in optim.optimizer_state(optimizer, model).values())
     model.weight.grad = torch.ones(8, 8).bfloat16()
     optimizer.step()
     # Adam's first step is the learning rate, whatever the gradient: bias correction counts from 1.
     torch.testing.assert_close(master(model, optimizer), start.float() * (1 - 1e-4) - 1e-2)
-    assert optimizer_steps(optimizer) == 1
-    set_optimizer_steps(optimizer, 7)
+    assert optim.optimizer_steps(optimizer) == 1
+    optim.set_optimizer_steps(optimizer, 7)
     optimizer.step()
-    assert optimizer_steps(optimizer) == 8
+    assert optim.optimizer_steps(optimizer) == 8
 
 
 def test_a_parameter_in_fp32_is_its_own_master():

@@ -9,15 +9,9 @@ import pytest
 import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.training.optim import adamw, moments, offload
+from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.optim.adamw import MasterAdamW
 from fp8_suite.training.optim.offload import HostState
-from fp8_suite.training.optim.optimizer import (
-    optimizer_state,
-    optimizer_steps,
-    set_weights,
-    step_if,
-    weight_of,
-)
 from fp8_suite.training.optim.pinned import PageLocker, PinnedMemory
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,11 +35,11 @@ def train(model, optimizer, steps: range, *, skipped: int = 2) -> None:
         generator = torch.Generator().manual_seed(step)
         for parameter in model.values():
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        step_if(optimizer, apply=torch.tensor(step != skipped), scale=torch.tensor(0.5))
+        optim.step_if(optimizer, apply=torch.tensor(step != skipped), scale=torch.tensor(0.5))
 
 
 def values(model, optimizer) -> dict[str, torch.Tensor]:
-    return {**model.state_dict(), **optimizer_state(optimizer, model)}
+    return {**model.state_dict(), **optim.optimizer_state(optimizer, model)}
 
 
 @pytest.mark.parametrize("chunk", [3 * moments.BLOCK, offload.CHUNK])
@@ -57,7 +51,7 @@ def test_weights_and_state_are_the_same_bits_in_host_memory(formats, dtype, chun
     for run in runs:
         train(*run, range(5))
     on_device, on_host = (values(*run) for run in runs)
-    assert same_bits(on_device, on_host) and optimizer_steps(runs[1][1]) == 4
+    assert same_bits(on_device, on_host) and optim.optimizer_steps(runs[1][1]) == 4
     assert any(name.endswith(moments.EXPONENTS) for name in on_device) == bool({"fp8", "fp16"} & {*formats})
 
 
@@ -74,13 +68,13 @@ def test_fp8_parameters_are_quantized_from_the_weights_of_a_run_without(chunk, o
 
     for name in matrices:
         model[name].quantize_ = partial(quantize_, model[name])
-    set_weights(optimizer, model, {name: plain[0][name].detach() for name in matrices})
+    optim.set_weights(optimizer, model, {name: plain[0][name].detach() for name in matrices})
     for run in (plain, fp8):
         train(*run, range(5))
-    assert same_bits(optimizer_state(plain[1], plain[0]), optimizer_state(optimizer, model))
+    assert same_bits(optim.optimizer_state(plain[1], plain[0]), optim.optimizer_state(optimizer, model))
     for name, parameter in plain[0].items():
         weight = parameter.detach()
-        assert torch.equal(weight_of(optimizer, model[name]), weight), name
+        assert torch.equal(optim.weight_of(optimizer, model[name]), weight), name
         values = weight.to(torch.float8_e4m3fn).bfloat16() if name in matrices else weight
         assert torch.equal(model[name].detach(), values), name
 

@@ -5,12 +5,7 @@ import torch
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
-from fp8_suite.training.optim.optimizer import (
-    build_optimizer,
-    choose_optimizer,
-    moment_warning,
-    parameter_groups,
-)
+from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.optim.settings import OptimConfig
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -20,7 +15,7 @@ ZERO = GPU | {"mode": "ds_zero2"}
 
 
 def spec_of(settings, *, on_gpu, mode="single"):
-    return choose_optimizer(config_from_dict(settings), mode, on_gpu=on_gpu)
+    return optim.choose_optimizer(config_from_dict(settings), mode, on_gpu=on_gpu)
 
 
 @pytest.mark.parametrize(
@@ -84,17 +79,17 @@ def test_masters_and_moments_are_offloaded(settings, where, on_host):
 
 def test_bf16_moments_warn_of_a_beta2_that_they_cannot_follow():
     specs = [spec_of({"moment_dtype": name}, **GPU) for name in ("bf16", "fp32")]
-    assert "--adam_beta2 0.999" in moment_warning(specs[0], 0.999)
-    assert moment_warning(specs[0], 0.99) is moment_warning(specs[1], 0.999) is None
+    assert "--adam_beta2 0.999" in optim.moment_warning(specs[0], 0.999)
+    assert optim.moment_warning(specs[0], 0.99) is optim.moment_warning(specs[1], 0.999) is None
 
 
 def test_every_setting_reaches_the_optimizer_and_only_matrices_decay():
     cfg = OptimConfig(learning_rate=0.5, weight_decay=0.2, adam_beta1=0.7, adam_beta2=0.8, adam_epsilon=1e-3)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
-    matrices, vectors = build_optimizer(model, cfg, spec_of({}, **CPU)).param_groups
+    matrices, vectors = optim.build_optimizer(model, cfg, spec_of({}, **CPU)).param_groups
     for group in (matrices, vectors):
         assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.7, 0.8), 1e-3)
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)
     assert matrices["params"] == [model[0].weight]
     assert vectors["params"] == [model[0].bias, model[1].weight, model[1].bias]
-    assert len(parameter_groups([model[0].weight], 0.1)) == 1, "no empty group"
+    assert len(optim.parameter_groups([model[0].weight], 0.1)) == 1, "no empty group"

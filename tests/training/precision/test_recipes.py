@@ -16,14 +16,7 @@ from fp8_suite.te_models.emulation import recipes as emulated
 from fp8_suite.training.config import Config, all_settings, config_from_dict
 from fp8_suite.training.precision import checks, te_runtime
 from fp8_suite.training.precision import recipes as precision
-from fp8_suite.training.precision.recipes import (
-    NATIVE_ONLY_SETTINGS,
-    Precision,
-    build_autocast,
-    make_recipe,
-    resolve_precision,
-    why_not,
-)
+from fp8_suite.training.precision.recipes import Precision
 from fp8_suite.training.precision.settings import RECIPE_SETTINGS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,16 +55,17 @@ def test_a_recipe_is_named_in_the_table_only():
 @pytest.mark.parametrize("name", TE_RECIPES)
 def test_a_te_recipe_is_made_emulated_or_refused_with_a_reason(name):
     if name in EMULATED:
-        assert why_not(name, "emulated") is None
-        assert precision.recipe_name(make_recipe(name, settings().precision, "emulated")) == name
+        assert precision.why_not(name, "emulated") is None
+        assert precision.recipe_name(precision.make_recipe(name, settings().precision, "emulated")) == name
     else:
-        assert why_not(name, "emulated")
+        assert precision.why_not(name, "emulated")
 
 
 def test_every_setting_reaches_the_recipe():
     values = {"fp8_margin": 3, "fp8_amax_history_len": 7, "fp8_amax_compute_algo": "most_recent"}
     cfg = settings(**values, fp8_format="e4m3", fp8_fp32_scales=True).precision
-    delayed, current, block = (make_recipe(n, cfg, "emulated") for n in ("delayed", "current", "block"))
+    names = ("delayed", "current", "block")
+    delayed, current, block = (precision.make_recipe(name, cfg, "emulated") for name in names)
     assert (delayed.margin, delayed.amax_history_len, delayed.amax_compute_algo) == (3, 7, "most_recent")
     assert delayed.fp8_format == current.fp8_format == emulated.Format.E4M3 and block.use_f32_scales
 
@@ -79,10 +73,10 @@ def test_every_setting_reaches_the_recipe():
 @pytest.mark.parametrize("fast", [True, False])
 def test_fast_accumulation_reaches_both_gemms_of_backward(fast, monkeypatch):
     """The emulation has no such setting, so TE's recipe module is replaced."""
-    namespace = SimpleNamespace
-    te = namespace(Float8CurrentScaling=namespace, Format={"HYBRID": "hybrid"}, MMParams=namespace)
+    te = SimpleNamespace(Format={"HYBRID": "hybrid"}, MMParams=SimpleNamespace)
+    te.Float8CurrentScaling = SimpleNamespace
     monkeypatch.setattr(precision, "te_recipes", lambda backend: te)
-    recipe = make_recipe("current", settings(fp8_fast_accumulation=fast).precision)
+    recipe = precision.make_recipe("current", settings(fp8_fast_accumulation=fast).precision)
     quick = SimpleNamespace(use_split_accumulator=False)
     gemms = {"fp8_gemm_dgrad": quick, "fp8_gemm_wgrad": quick} if fast else {}
     assert vars(recipe) == {"fp8_format": "hybrid"} | gemms
@@ -90,13 +84,13 @@ def test_fast_accumulation_reaches_both_gemms_of_backward(fast, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="expects a machine without a GPU")
 def test_without_a_gpu_te_and_fp8_are_emulated_and_native_te_is_refused():
-    te = resolve_precision(settings(use_te=True, mixed_precision="bf16"))
+    te = precision.resolve_precision(settings(use_te=True, mixed_precision="bf16"))
     assert (te.te_backend, te.emulated, te.effective) == ("emulated", True, "bf16")
-    torchao = resolve_precision(settings(mixed_precision="fp8"))
+    torchao = precision.resolve_precision(settings(mixed_precision="fp8"))
     assert (torchao.te_backend, torchao.emulated, torchao.effective) == (None, True, "tensorwise")
-    assert "needs a CUDA GPU" in why_not("delayed")
+    assert "needs a CUDA GPU" in precision.why_not("delayed")
     with pytest.raises(UserError, match=r"--te_backend native cannot run here") as error:
-        resolve_precision(settings(use_te=True, te_backend="native", mixed_precision="bf16"))
+        precision.resolve_precision(settings(use_te=True, te_backend="native", mixed_precision="bf16"))
     assert error.value.exit_code == EXIT_FAILED
 
 
@@ -105,34 +99,34 @@ def test_a_gpu_without_fp8_or_without_te_is_refused_with_the_way_out(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "test GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     with pytest.raises(UserError, match=r"8\.9.*bf16") as refused:
-        resolve_precision(settings(mixed_precision="fp8"))
+        precision.resolve_precision(settings(mixed_precision="fp8"))
     assert refused.value.flags == {"mixed_precision"}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    assert not resolve_precision(settings(mixed_precision="fp8")).emulated
+    assert not precision.resolve_precision(settings(mixed_precision="fp8")).emulated
     monkeypatch.setattr(te_runtime, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install --no-build-isolation -r requirements-gpu\.txt"):
-        resolve_precision(settings(**TE_FP8))
+        precision.resolve_precision(settings(**TE_FP8))
 
 
 def test_a_recipe_falls_back_with_a_reason_or_stops(monkeypatch):
     nvfp4 = TE_FP8 | {"te_backend": "emulated", "fp8_scenario": "nvfp4"}  # which is not emulated
-    resolved = resolve_precision(settings(**nvfp4))
+    resolved = precision.resolve_precision(settings(**nvfp4))
     assert (resolved.requested, resolved.effective) == ("nvfp4", "delayed")
     assert precision.recipe_name(resolved.te_recipe) == "delayed"
     assert "nvfp4 cannot run here" in resolved.fallback_reason == resolved.as_dict()["fallback_reason"]
     with pytest.raises(UserError, match="This machine runs: delayed, current, block, mxfp8"):
-        resolve_precision(settings(**nvfp4, fp8_fallback="error"))
+        precision.resolve_precision(settings(**nvfp4, fp8_fallback="error"))
     monkeypatch.setattr(precision, "why_not", lambda name, _: None if name == "current" else "too old")
     for name in ("nvfp4", "block"):  # neither the fallback runs here, nor may block fall back
         with pytest.raises(UserError, match=rf"{name} cannot run here: too old. This machine runs: current"):
-            resolve_precision(settings(**nvfp4 | {"fp8_scenario": name}))
+            precision.resolve_precision(settings(**nvfp4 | {"fp8_scenario": name}))
 
 
-@pytest.mark.parametrize("setting", NATIVE_ONLY_SETTINGS)
+@pytest.mark.parametrize("setting", precision.NATIVE_ONLY_SETTINGS)
 def test_what_emulated_layers_lack_is_refused(setting):
     cfg = settings(**TE_FP8, te_backend="emulated", offload_optimizer=True, **{setting: True})
     with pytest.raises(UserError) as refused:
-        resolve_precision(cfg)
+        precision.resolve_precision(cfg)
     assert refused.value.flags == {setting} and refused.value.exit_code == EXIT_BAD_SETTING
 
 
@@ -195,6 +189,6 @@ def test_bf16_over_fp32_weights_is_torch_autocast():
         ("bf16", torch.bfloat16, torch.bfloat16),
     ):
         layer = torch.nn.Linear(4, 4).to(dtype)
-        with build_autocast(Precision(effective, effective), device=cpu, parameter_dtype=dtype)():
+        with precision.build_autocast(Precision(effective, effective), device=cpu, parameter_dtype=dtype)():
             assert layer(torch.ones(1, 4, dtype=dtype)).dtype == expected
             assert torch.is_autocast_enabled("cpu") == (dtype != expected)

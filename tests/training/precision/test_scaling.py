@@ -7,14 +7,7 @@ import pytest
 import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.data.collate import Sample, build_batch
-from fp8_suite.training.precision.scaling import (
-    DelayedScalingState,
-    first_tokens,
-    frozen_scaling,
-    restore_scaling,
-    scale_gradients,
-    scaling_state,
-)
+from fp8_suite.training.precision import scaling
 
 from tests.training.parallel.jobs import same_bits
 
@@ -35,7 +28,7 @@ def sample(length: int, *, first_label: int = 1) -> Sample:
 
 
 def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in scaling_state(model).items()}
+    return {name: tensor.clone() for name, tensor in scaling.scaling_state(model).items()}
 
 
 def test_scaling_state_is_found_frozen_and_restored():
@@ -43,18 +36,18 @@ def test_scaling_state_is_found_frozen_and_restored():
     before = values(model)
     assert len(before) == 8 and "a.scaling_bwd.amax_history" in before
 
-    with frozen_scaling(model):
-        for tensor in scaling_state(model).values():
+    with scaling.frozen_scaling(model):
+        for tensor in scaling.scaling_state(model).values():
             tensor.add_(1)
     assert same_bits(values(model), before)
 
     wanted = {name: torch.rand_like(tensor) for name, tensor in before.items()}
-    restore_scaling(model, {})
+    scaling.restore_scaling(model, {})
     assert same_bits(values(model), before)
-    restore_scaling(model, wanted)
+    scaling.restore_scaling(model, wanted)
     assert same_bits(values(model), wanted)
     with pytest.raises(UserError, match=r"--resume: .*FP8 scaling state"):
-        restore_scaling(model, {"a.scaling_fwd.scale": torch.ones(3)})
+        scaling.restore_scaling(model, {"a.scaling_fwd.scale": torch.ones(3)})
 
 
 def test_tensors_that_the_saved_run_did_not_scale_keep_their_calibrated_values():
@@ -63,7 +56,7 @@ def test_tensors_that_the_saved_run_did_not_scale_keep_their_calibrated_values()
     saved["a.scaling_fwd.scale"][1] = 1.0
     saved["a.scaling_fwd.amax_history"][:, 1] = 0.0
     saved["a.scaling_bwd.scale"][2] = 1.0  # but an amax is recorded
-    restore_scaling(model, saved)
+    scaling.restore_scaling(model, saved)
     saved["a.scaling_fwd.scale"][1] = 8.0
     saved["a.scaling_fwd.amax_history"][:, 1] = 2.0
     assert same_bits(values(model), saved)
@@ -74,11 +67,11 @@ def test_scrub_clears_non_finite_amaxes_and_gradient_scaling_changes_backward_on
     history = model.fp8_meta["scaling_fwd"].amax_history
     history[0] = torch.tensor([torch.nan, torch.inf, 5.0])
     parts = dict.fromkeys(("wrapped", "optimizer", "strategy", "autocast"))
-    DelayedScalingState(model=model, **parts, micro_batches=1, saved={}).scrub()
+    scaling.DelayedScalingState(model=model, **parts, micro_batches=1, saved={}).scrub()
     assert history.tolist() == [[0.0, 0.0, 5.0], *[[2.0] * 3] * 3]
 
     model = Scaled()
-    scale_gradients(model, 1 / 4)
+    scaling.scale_gradients(model, 1 / 4)
     forward, backward = model.fp8_meta["scaling_fwd"], model.fp8_meta["scaling_bwd"]
     assert forward.scale.eq(8).all() and forward.amax_history.eq(2).all()
     assert backward.scale.eq(32).all() and backward.amax_history.eq(0.5).all()
@@ -89,7 +82,7 @@ def test_scrub_clears_non_finite_amaxes_and_gradient_scaling_changes_backward_on
 def test_calibration_runs_on_the_first_tokens(packed, limit, shape):
     rows = [[sample(4), sample(6)], [sample(9)], [sample(2)], [sample(10)]]
     inputs = build_batch(rows, 10, 0, max_seqlen=10 if packed else None).inputs
-    part = first_tokens(inputs, limit)
+    part = scaling.first_tokens(inputs, limit)
     for name in ("input_ids", "labels", "position_ids"):
         assert torch.equal(part[name], inputs[name][: shape[0], : shape[1]])
     if packed:
@@ -99,4 +92,4 @@ def test_calibration_runs_on_the_first_tokens(packed, limit, shape):
 
 def test_calibration_needs_labels():
     inputs = build_batch([[sample(6, first_label=4)]], 6, 0, max_seqlen=6).inputs
-    assert first_tokens(inputs, 3) is inputs and first_tokens(inputs, 5) is not inputs
+    assert scaling.first_tokens(inputs, 3) is inputs and scaling.first_tokens(inputs, 5) is not inputs
