@@ -364,19 +364,15 @@ def test_evaluations_and_saves_happen_when_due_and_once_at_the_end():
 @pytest.mark.parametrize("save_seconds", [0, 90])
 def test_a_timed_save_is_due_after_a_minute_of_training_and_once_at_the_end(save_seconds, monkeypatch):
     """20 s a step: every fourth begins a minute after the last save, however long that took."""
-    advance, saved = clock(monkeypatch), []
-
-    def save(step, eval_loss):
-        saved.append((step, eval_loss))
-        advance(save_seconds)
-
-    saver = Saver(on_save=save, on_eval_loss=lambda step, eval_loss: saved.append(f"{step} evaluated"))
+    advance = clock(monkeypatch)
+    saver = Saver(on_save=lambda: advance(save_seconds))
     due = {"save_interval": "1m", "eval_interval": 6, "log_interval": 5}
     made, _ = trainer(total_steps=16, eval_batches=[to_batch(rows(2))], saver=saver, **due)
     made.stack.optimizer.register_step_pre_hook(lambda *_: advance(20))
     advance(1000)  # of the start, which does not count
     assert made.train()
-    assert saved == [(4, None), (8, None), (12, None), "12 evaluated", (16, None), "16 evaluated"]
+    saves = [(4, None), (8, None), (12, None), "12 evaluated", (16, None), "16 evaluated"]
+    assert saver.events == saves
     assert made.progress.train_seconds == 16 * 20
 
 
