@@ -13,7 +13,7 @@ from typing import Any
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.readers import UnreadableFile, read_json, read_record
 from fp8_suite.training.config import SECTIONS, Config, all_settings, canonical, settings_path
-from fp8_suite.training.tracking.metrics import METRICS, RATES, summary_name, tail_mean
+from fp8_suite.training.tracking.metrics import METRICS, RATES, WALL_RATES, summary_name, tail_mean
 
 Series = list[tuple[int, float]]  # (optimizer step, value)
 
@@ -63,8 +63,8 @@ FROM_WALL_TIME = {
 }
 # Values of summary.json and env.json that a report calculates with.
 NUMBERS = {*FROM_METRICS, *FROM_WALL_TIME, "steps", "gpus", "world_size", "nodes", "skipped_steps"}
-OBJECTS = {"versions", "git", "coverage", "data"}
-SPEED = frozenset(map(summary_name, RATES)) - {"data_wait_share"}
+OBJECTS = {"versions", "git", "coverage", "data", "wall_seconds_by_kind"}
+SPEED = frozenset(map(summary_name, (*RATES, *WALL_RATES))) - {"data_wait_share"}
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,15 @@ class RunRecord:
         """Properties that are equal in runs whose speeds are comparable."""
         named = {"model_name": self.value("model_name"), "layers": self.layers, "precision": self.precision}
         return named | {name: self.setting(name) for name in WORK}
+
+    @property
+    def wall_shares(self) -> dict[str, float]:
+        """Share of the wall time by kind; empty if not recorded, or if the run is not `timed`."""
+        seconds = (self.summary or {}).get("wall_seconds_by_kind") or self.wall_time.get("seconds_by_kind")
+        if not seconds or not self.timed:
+            return {}
+        total = sum(seconds.values())
+        return {kind: value / total for kind, value in seconds.items()}
 
     @property
     def tokens_per_gpu(self) -> float | None:

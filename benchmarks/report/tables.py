@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.core.redact import redacted
-from fp8_suite.training.tracking.metrics import METRICS, summary_name, tail_mean
+from fp8_suite.training.checkpoint.progress import KINDS
+from fp8_suite.training.tracking.metrics import METRICS, WALL_RATES, summary_name, tail_mean
 
 Source = str | Callable[[Any], Any]  # the name in `item.value(name)`, or a function of the item
 Columns = dict[str, tuple[Source, str]]  # heading -> (source, format)
@@ -72,7 +73,7 @@ def report_tables(runs: list[RunRecord], price_per_gpu_hour: float | None = None
     names = dict(zip(map(id, runs), tagged(runs), strict=True))
     kinds = dict.fromkeys(kind for run in runs for kind in run.coverage)
     coverage: Columns = {kind: (lambda run, kind=kind: run.coverage.get(kind), "{:.1%}") for kind in kinds}
-    columns = {"runs": _run_columns(runs, price_per_gpu_hour), "hours": HOURS}
+    columns = {"runs": _run_columns(runs, price_per_gpu_hour), "hours": HOURS | _wall_time_columns()}
     columns |= {"coverage": coverage} if kinds else {}
     for title, metric in LOSSES.items():
         if any(run.logged(metric) for run in runs):
@@ -94,6 +95,7 @@ def _run_columns(runs: list[RunRecord], price: float | None) -> Columns:
         "tokens/s per GPU": (lambda run: run.tokens_per_gpu, "{:,.0f}"),
         "scaling": (lambda run: _scaling(run, runs), "{:.1%}"),
         **metric_columns("perf/mfu_bf16", "perf/mfu_fp8", "perf/model_tflops_per_gpu", "perf/peak_memory_gb"),
+        **metric_columns("perf/goodput"),
         "GPU-hours": (lambda run: run.value("gpu_hours") or None, "{:.2f}"),
         "cost": (cost, "{:,.2f}"),
         "steps": ("steps", "{:,}"),
@@ -110,6 +112,15 @@ HOURS: Columns = {
     "node-hours": ("node_hours", "{:,.3f}"),
     "GPU-hours": ("gpu_hours", "{:,.3f}"),
 }
+
+
+def _wall_time_columns() -> Columns:
+    """Return columns of goodput and of what took the rest of the wall time; columns of zeros are left out."""
+    rest = [kind for kind in KINDS if kind != "steps"]
+    shares: Columns = {
+        kind: (lambda run, kind=kind: run.wall_shares.get(kind) or None, "{:.1%}") for kind in rest
+    }
+    return metric_columns(*WALL_RATES) | shares
 
 
 def _precision(run: RunRecord) -> str:

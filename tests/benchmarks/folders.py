@@ -39,6 +39,7 @@ SUMMARY = {
     "model_tflops_per_gpu": 739.94,
     "mfu_bf16": 0.7482,
     "mfu_fp8": 0.3739,
+    "goodput": 0.9312,
     "peak_memory_gb": 91.26,
     "gpu_hours": 2.456,
     "gpus": 2,

@@ -1,5 +1,6 @@
 """Run records: from run folders, whole, crashed and damaged, and from the table of recorded runs."""
 
+import json
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from fp8_suite.benchmarks.report import main as report
 from fp8_suite.benchmarks.report.tables import report_tables
 from fp8_suite.core.errors import UserError
 
-from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, write_run
+from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, append, write_run
 
 
 def row(run, *others):
@@ -27,7 +28,7 @@ def test_a_finished_run_has_its_summary_in_the_table(tmp_path, capsys):
         **{"eval loss": "1.5000", "perplexity": "4.48", "token accuracy": "61.23%"},
         **{"tokens/s": "14,376", "tokens/s per GPU": "7,188", "TFLOP/s per GPU": "739.9"},
         **{"MFU of BF16 peak": "74.8%", "MFU of FP8 peak": "37.4%", "peak GB": "91.3"},
-        **{"GPU-hours": "2.46", "steps": "1,200", "GPUs": "2", "mode": "fsdp_full"},
+        **{"goodput": "93.1%", "GPU-hours": "2.46", "steps": "1,200", "GPUs": "2", "mode": "fsdp_full"},
     }
     report.write([run], run, None)
     lines = capsys.readouterr().out.splitlines()
@@ -56,11 +57,19 @@ def test_gpus_and_mode_of_a_crashed_run_come_from_its_environment(tmp_path):
 
 
 def test_hours_of_an_unfinished_run_come_from_its_wall_time(tmp_path):
-    folder = write_run(tmp_path / "killed", losses=[3.0])
-    (folder / "wall_time.json").write_text('{"wall_seconds": 900.0, "gpu_seconds": 7200.0}')
+    folder = write_run(tmp_path / "killed", losses=[3.0], environment={"gpu_name": "NVIDIA H200"})
+    append(folder, step=10, **{"perf/goodput": 0.8})
+    by_kind = {"start": 90.0, "steps": 720.0, "lost": 90.0, "other": 0.0}
+    totals = {"wall_seconds": 900.0, "gpu_seconds": 7200.0, "seconds_by_kind": by_kind}
+    (folder / "wall_time.json").write_text(json.dumps(totals))
     run = read_run(folder)
     hours = [run.value(name) for name in ("runtime_seconds", "gpu_hours", "node_hours")]
     assert hours == [900.0, 2.0, None], "older runs have no node_seconds"
+    headings, _, ((_, *texts),) = report_tables([run])["hours"]
+    shown = {"runtime, hours": "0.250", "GPUs": "1", "GPU-hours": "2.000"}
+    assert dict(zip(headings[1:], texts, strict=True)) == shown | {
+        **{"goodput": "80.0%", "start": "10.0%", "lost": "10.0%"},
+    }
 
 
 def test_a_precision_map_is_named_by_the_recipes_that_ran(tmp_path):
@@ -80,7 +89,9 @@ def test_an_emulated_run_has_no_speed(tmp_path, finished):
     summary = SUMMARY | emulated if finished else None
     run = read_run(write_run(tmp_path, losses=[3.0], summary=summary, environment=ENVIRONMENT | emulated))
     assert "(emulated)" in row(run)["precision"]
-    assert not any(word in name for name in row(run) for word in ("tokens/s", "scaling", "TFLOP", "MFU"))
+    assert not any(
+        word in name for name in row(run) for word in ("tokens/s", "scaling", "TFLOP", "MFU", "goodput")
+    )
 
 
 def test_runs_in_the_table_are_those_of_their_folders(tmp_path, capsys):

@@ -217,7 +217,10 @@ class Page(HTMLParser):
 
 def whole_run(folder, *, losses=(3.0, 2.5, 2.0), **settings):
     """A finished run with coverage and FP8 statistics of its last step."""
-    summary = SUMMARY | {"runtime_seconds": 5400.0, "nodes": 1, "node_hours": 1.5, "gpu_hours": 3.0}
+    summary = SUMMARY | {
+        **{"runtime_seconds": 5400.0, "nodes": 1, "node_hours": 1.5, "gpu_hours": 3.0},
+        **{"tokens_per_wall_second": 13000.5, "wall_seconds_by_kind": {"steps": 5028.5, "saving": 371.5}},
+    }
     environment = ENVIRONMENT | {"coverage": COVERAGE}
     write_run(folder, losses=losses, summary=summary, environment=environment, **settings)
     casts = {f"fp8/layers.{i}.proj/weight/{name}": 0.5 for i in range(2) for name in ("underflow", "amax")}
@@ -251,7 +254,7 @@ def test_the_page_of_two_runs_has_every_figure_and_number(tmp_path, capsys):
         *("overview.png", "loss.png", "gap.png"),
         *("fp8_stats_1_one.png", "fp8_stats_2_two.png"),
     }
-    assert rows["hours", "one"] == ["1.500", "1", "2", "1.500", "3.000"]
+    assert rows["hours", "one"] == ["1.500", "1", "2", "1.500", "3.000", "93.1%", "13,000", "6.9%"]
     assert rows["coverage", "one"] == ["75.0%", "25.0%"]
     assert rows["gap", "two"][:4] == ["one", "evaluation", "INCONCLUSIVE", "+0.00 %"]
     assert rows["settings", "learning_rate"] == ["1e-05", "<mark>0.0001</mark>"]

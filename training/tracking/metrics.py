@@ -39,6 +39,7 @@ METRICS: dict[str, Metric] = {
     "perf/peak_memory_gb": Metric("peak GB", "{:.1f}", "max", "{:.1f} GB"),
 }
 RATES = tuple(name for name, metric in METRICS.items() if metric.summary == "median")
+WALL_RATES = ("perf/goodput", "perf/tokens_per_wall_second")  # of all launches
 
 
 def summary_name(metric: str) -> str:

@@ -21,6 +21,7 @@ from fp8_suite.core.errors import EXIT_INTERRUPTED
 from fp8_suite.core.packages import ROOT
 from fp8_suite.te_models.hugging_face import HFCausalLM
 from fp8_suite.training import resolve, run, trainer
+from fp8_suite.training.checkpoint import progress
 from fp8_suite.training.checkpoint.index import step_folders
 from fp8_suite.training.optim import moments, offload
 from fp8_suite.training.parallel.ranks import COLLECTIVE_TIMEOUT
@@ -441,6 +442,13 @@ def test_only_the_first_rank_logs_and_a_finished_run_stays_unchanged(sharded):
     totals, environment = summary(folder), json.loads((folder / "env.json").read_text())
     assert (totals["world_size"], totals["nodes"], totals["gpus"]) == (2, 1, 0)
     assert (environment["world_size"], environment["hosts"]) == (2, [HERE])
+    by_kind, seconds = totals["wall_seconds_by_kind"], totals["runtime_seconds"]
+    assert sum(by_kind.values()) == pytest.approx(seconds) and by_kind["saving"] > 0
+    assert totals["goodput"] == pytest.approx(by_kind["steps"] / seconds)
+    goodput, rates = (curve(folder, f"perf/{name}") for name in ("goodput", "tokens_per_wall_second"))
+    assert list(goodput) == list(rates) == list(range(1, 11)) and all(0 < x < 1 for x in goodput.values())
+    # At the last step all tokens of both ranks are counted; the rest of the run adds only time.
+    assert rates[10] > totals["tokens_per_wall_second"] == pytest.approx(totals["tokens"] / seconds)
     before = (folder / "summary.json").read_text(), exported(folder)
     job = train(folder, SHARDED)
     assert "this run is finished" in job.printed()
@@ -454,6 +462,7 @@ def torchrun(argv: list[str], output: Path, gate: Path) -> None:
     """Run torchrun in a process that has imported everything; its ranks are forks of this one."""
     redirect(output)
     torch.set_num_threads(1)
+    progress.WRITE_INTERVAL_SECONDS = 0.0
     hold_after_step_4(gate, 0)
     distributed_run.main(["--start_method=fork", "--run_path", *argv])
 
@@ -497,3 +506,6 @@ def test_torchrun_restarts_a_killed_rank_and_the_same_command_a_stopped_job(shar
     train(folder, SHARDED)
     assert curve(folder) == curve(sharded["fp32"])
     assert same_bits(exported(folder), exported(sharded["fp32"]))
+    by_kind = summary(folder)["wall_seconds_by_kind"]
+    assert by_kind["lost"] > 0, "step 4 was done again after the kill"
+    assert sum(by_kind.values()) == pytest.approx(summary(folder)["runtime_seconds"])
