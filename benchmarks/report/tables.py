@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.core.redact import redacted
-from fp8_suite.training.checkpoint.progress import KINDS
-from fp8_suite.training.tracking.metrics import METRICS, WALL_RATES, summary_name, tail_mean
+from fp8_suite.training.tracking.metrics import METRICS, WALL_RATES, WALL_TIME_KINDS, summary_name, tail_mean
 
 Source = str | Callable[[Any], Any]  # the name in `item.value(name)`, or a function of the item
 Columns = dict[str, tuple[Source, str]]  # heading -> (source, format)
@@ -116,7 +115,7 @@ HOURS: Columns = {
 
 def _wall_time_columns() -> Columns:
     """Return columns of goodput and of what took the rest of the wall time; columns of zeros are left out."""
-    rest = [kind for kind in KINDS if kind != "steps"]
+    rest = [kind for kind in WALL_TIME_KINDS if kind != "steps"]
     shares: Columns = {
         kind: (lambda run, kind=kind: run.wall_shares.get(kind) or None, "{:.1%}") for kind in rest
     }

@@ -14,12 +14,9 @@ from typing import Any
 from fp8_suite.core.files import write_json
 from fp8_suite.core.readers import read_record
 from fp8_suite.training.parallel import ranks
+from fp8_suite.training.tracking.metrics import WALL_TIME_KINDS
 
 WRITE_INTERVAL_SECONDS = 30.0  # between writes of wall_time.json, apart from those of `count`
-
-# What wall time is spent on. `start` is everything before the first step of a launch; `lost` is the time of
-# steps that a resume had to do again, or left out.
-KINDS = ("start", "steps", "data", "saving", "evaluation", "export", "lost", "other")
 
 
 @dataclass
@@ -33,7 +30,7 @@ class Progress:
     skipped_in_a_row: int = 0  # up to the last step
     train_seconds: float = 0.0  # time in steps, including waiting for data
     wall_seconds: float = 0.0  # including start-up and evaluation
-    seconds_by_kind: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))  # their sum
+    seconds_by_kind: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WALL_TIME_KINDS, 0.0))
     gpu_seconds: float = 0.0  # wall seconds times GPUs: billed time
     node_seconds: float = 0.0
     best_eval_loss: float | None = None
@@ -94,7 +91,7 @@ class WallTime:
         for kind in ("steps", "data"):
             lost = max(0.0, seconds.get(kind, 0.0) - kept[kind])
             seconds = seconds | {kind: kept[kind], "lost": seconds.get("lost", 0.0) + lost}
-        seconds = {kind: seconds.get(kind, 0.0) for kind in KINDS}
+        seconds = {kind: seconds.get(kind, 0.0) for kind in WALL_TIME_KINDS}
         seconds["other"] += progress.wall_seconds - sum(seconds.values())  # of a version without kinds
         progress.seconds_by_kind = seconds
 

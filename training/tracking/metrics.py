@@ -40,6 +40,9 @@ METRICS: dict[str, Metric] = {
 }
 RATES = tuple(name for name, metric in METRICS.items() if metric.summary == "median")
 WALL_RATES = ("perf/goodput", "perf/tokens_per_wall_second")  # of all launches
+# What wall time is spent on. `start` is everything before the first step of a launch; `lost` is the time of
+# steps that a resume had to do again, or left out.
+WALL_TIME_KINDS = ("start", "steps", "data", "saving", "evaluation", "export", "lost", "other")
 
 
 def summary_name(metric: str) -> str:
