@@ -101,6 +101,9 @@ def test_the_export_has_the_runs_evaluation_loss_on_a_cpu(tmp_path):
     ran, scored = (json.loads((tmp_path / f / "summary.json").read_text()) for f in ("run", "scored"))
     assert scored["eval_loss"] == pytest.approx(ran["eval_loss"], rel=5e-3)
     assert ran["mfu_bf16"] > 0 and ran["mfu_fp8"] > 0 and ran["peak_memory_gb"] > 0
+    by_kind = ran["wall_seconds_by_kind"]
+    assert sum(by_kind.values()) == pytest.approx(ran["runtime_seconds"])
+    assert by_kind["steps"] + by_kind["data"] > 0.9 * ran["train_seconds"], "saving has no queued step's work"
 
 
 def test_mxfp8_on_hopper_falls_back_with_a_warning_or_stops(tmp_path):
