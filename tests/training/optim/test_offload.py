@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -117,17 +118,11 @@ class Streams:
         event.record = record
         return event
 
+    @contextmanager
     def use(self, stream):
-        streams = self
-
-        class Using:
-            def __enter__(self):
-                self.before, streams.current = streams.current, stream
-
-            def __exit__(self, *_):
-                streams.current = self.before
-
-        return Using()
+        before, self.current = self.current, stream
+        yield
+        self.current = before
 
     def enqueue(self, work) -> None:
         self.current.queue.append(("work", work))
