@@ -16,13 +16,11 @@ from fp8_suite.benchmarks.records.launch import Outcome
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.records.variants import given_settings, parse_variants
 from fp8_suite.core.errors import EXIT_INTERRUPTED, UserError
+from fp8_suite.core.packages import ROOT
 
 from tests.benchmarks.folders import append, launch_here, write_run
 from tests.children import running, wait_for
 from tests.training.parallel.jobs import curve, last_logged
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 HELD = """
 import runpy, sys, time

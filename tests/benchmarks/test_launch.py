@@ -8,12 +8,12 @@ import pytest
 from fp8_suite.benchmarks.records import launch
 from fp8_suite.benchmarks.records.variants import VARIANTS, parse_variants, run_config
 from fp8_suite.core.errors import EXIT_IN_USE, EXIT_INTERRUPTED, UserError
+from fp8_suite.core.packages import ROOT
 from fp8_suite.training.config import config_from_dict, parse_config
 
 from tests.benchmarks.folders import write_run
 from tests.children import running, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 CHOSEN, GLOBAL = {"batch_size": 2, "gradient_accumulation_steps": 8}, {"global_batch_size": 32}
 
 

@@ -10,10 +10,10 @@ import yaml
 from fp8_suite.benchmarks import sweep as module
 from fp8_suite.benchmarks.records import grid
 from fp8_suite.benchmarks.sweep import build_grid, main, read_axes, read_sweep
+from fp8_suite.core.packages import ROOT
 
 from tests.benchmarks.folders import launch_here
 
-ROOT = Path(__file__).resolve().parents[2]
 # batch_one: 3 batches x 2 rates x 12 precisions; fsdp_finetuning: 4 x 2 x 2 x 8; modes: 2 x 3 x 8.
 SHIPPED = {"b200_study": 54, "recipes": 18, "batch_one": 72, "fsdp_finetuning": 128, "modes": 48}
 

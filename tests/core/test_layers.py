@@ -6,8 +6,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from fp8_suite.core.packages import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # A folder may import from those before it. `settings` stands for every settings.py and training/config.py.
 LINE = [
     *("core", "settings"),

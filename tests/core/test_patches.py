@@ -3,13 +3,11 @@
 import os
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fp8_suite.core.packages import ROOT
 from fp8_suite.core.patches import CHANGES, PATCHES, Patch
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", PATCHES)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 from fp8_suite.core.errors import UserError
+from fp8_suite.core.packages import ROOT
 from fp8_suite.data import loader as loader_module
 from fp8_suite.data import order
 from fp8_suite.data.build import open_split
@@ -26,7 +26,6 @@ from fp8_suite.data.tokenizer import CHATML, load_tokenizer
 from tests.children import running
 from tests.data.conftest import json_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = 90
 MODES = {
     "packed": {},

@@ -4,13 +4,13 @@ import ast
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 import torch
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
+from fp8_suite.core.packages import ROOT
 from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.te_models.emulation import recipes as emulated
 from fp8_suite.training.config import Config, all_settings, config_from_dict
@@ -19,7 +19,6 @@ from fp8_suite.training.precision import recipes as precision
 from fp8_suite.training.precision.recipes import Precision
 from fp8_suite.training.precision.settings import RECIPE_SETTINGS
 
-ROOT = Path(__file__).resolve().parents[3]
 TE_FP8 = {"use_te": True, "mixed_precision": "fp8"}
 EMULATED = tuple(name for name in TE_RECIPES if hasattr(emulated, RECIPES[name].te_class))
 # Code about one recipe: kernels fused with delayed scaling's casts, a peak of older code's runs, and a chart.
