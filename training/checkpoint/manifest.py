@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
-from fp8_suite.core.files import sync_to_disk, write_json
+from fp8_suite.core.files import write_json
 from fp8_suite.core.readers import UnreadableFile, read_json
 
 MANIFEST = "manifest.json"
@@ -23,19 +23,14 @@ class DamagedCheckpoint(UserError):
         super().__init__(message, flags=("resume",), exit_code=EXIT_BAD_SETTING)
 
 
-def digests(
-    folder: Path, names: Iterable[str], *, flush: bool = False, on_progress: Callable[[], None] = lambda: None
-) -> dict[str, dict]:
-    """Return size and checksum of each named file. With `flush`, sync it to disk first."""
+def digests(folder: Path, names: Iterable[str]) -> dict[str, dict]:
+    """Return size and checksum of each named file."""
 
     def digest(name: str) -> tuple[str, dict]:
         path, checksum = folder / name, xxhash.xxh3_128()
-        if flush:
-            sync_to_disk(path)
         with open(path, "rb", buffering=0) as file:
             while block := file.read(2**23):
                 checksum.update(block)
-        on_progress()
         return name, {"size": path.stat().st_size, "xxh3_128": checksum.hexdigest()}
 
     with ThreadPoolExecutor(THREADS) as pool:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,17 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
-from fp8_suite.core.files import hidden, publish, save_tensors, write_json, write_remedy
+from fp8_suite.core.files import hidden, publish, write_json, write_remedy
 from fp8_suite.core.readers import read_json
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.index import step_name
 from fp8_suite.training.checkpoint.manifest import THREADS, digests, read_manifest, write_manifest
+from fp8_suite.training.checkpoint.writer import write_tensors
 from fp8_suite.training.parallel import ranks
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import WriteResult
 
 META = "meta.json"
 
@@ -36,12 +42,15 @@ META = "meta.json"
 class Checkpoints:
     """The checkpoints of one run, in `folder` = <run>/checkpoints."""
 
-    file_bytes = 2**30  # maximum bytes that a writer thread copies from the GPU at a time
+    file_bytes = 2**30  # of a file, unless one tensor is larger
 
     def __init__(self, folder: Path, *, keep_last: int, on_progress: Callable[[], None] = lambda: None):
-        """`on_progress` is called after every file that a save writes or hashes."""
+        """`on_progress` is called after every file that a save writes, by the thread that has written it."""
         self.folder = Path(folder)
         self.keep_last, self.on_progress = keep_last, on_progress
+        self._lock = threading.Lock()  # index.json: a save in the background, and `record_eval_loss`
+        self._unpublished: dict[int, float | None] = {}  # eval loss of the step that is being saved
+        self._group: Any = None  # process group of saves in the background
 
     def save(
         self, step: int, tensors: dict[str, Tensor], meta: dict, *, eval_loss: float | None = None
@@ -52,16 +61,40 @@ class Checkpoints:
         the same key must be equal on all ranks. `meta` (JSON) and `eval_loss` are read on rank 0. If any rank
         fails, all raise (UserError if writing failed), and earlier checkpoints stay intact.
         """
+        options = self._options(step, meta, eval_loss)
+        return self._finished(step, lambda: _run_dcp(dcp.save, tensors, **options))
+
+    def start_save(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        meta: dict,
+        stager: AsyncStager,
+        *,
+        eval_loss: float | None,
+    ) -> PendingSave:
+        """Begin a save like `save`, written and published in the background, one at a time. Collective.
+
+        The tensors must not change before `stager.finish_copies()`.
+        """
+        if self._group is None and ranks.world_size() > 1:
+            self._group = torch.distributed.new_group(backend="gloo", timeout=ranks.COLLECTIVE_TIMEOUT)
+        options = self._options(step, json.loads(json.dumps(meta)), eval_loss)
+        options |= {"async_stager": stager, "process_group": self._group}
+        written: Future = _run_dcp(dcp.async_save, tensors, **options).upload_completion
+        return PendingSave(written, lambda: self._finished(step, lambda: _result(written)))
+
+    def _options(self, step: int, meta: dict, eval_loss: float | None) -> dict[str, Any]:
+        planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with self._lock:
+            self._unpublished = {step: eval_loss}
+        return {"storage_writer": _Writer(self, step, meta, planner), "planner": planner}
+
+    def _finished(self, step: int, write: Callable[[], Any]) -> Path:
+        """Return the folder of `step` once `write` has ended. UserError if the disk failed."""
         final = self.folder / step_name(step)
-        partial = hidden(final, "partial")
         try:
-            ranks.run_on_rank0(lambda: self._begin(partial, meta))
-            specs = _specs_of_all_ranks(tensors)
-            writer = _Writer(partial, self.file_bytes, self.on_progress)
-            planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            _run_dcp(dcp.save, tensors, storage_writer=writer, planner=planner)
-            self._seal(partial, step, specs)
-            ranks.run_on_rank0(lambda: self._publish(partial, final, step, eval_loss))
+            write()
         except OSError as error:
             reason, remedy = error.strerror or error, write_remedy(error)
             earlier = index.step_folders(self.folder)
@@ -71,11 +104,11 @@ class Checkpoints:
             if earlier:
                 remedy = f"earlier ones are intact; {remedy} to resume"
             failure = UserError(f"{final}: cannot write this checkpoint: {reason}; {remedy}")
-            failure.ranks = error.ranks  # set by ranks.run_on_all_ranks or _run_dcp
+            failure.ranks = error.ranks  # set by _raise_cause
             raise failure from None
         finally:
             if ranks.rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(hidden(final, "partial"), ignore_errors=True)
         return final
 
     def record_eval_loss(self, step: int, eval_loss: float) -> None:
@@ -85,11 +118,15 @@ class Checkpoints:
         """
 
         def record() -> None:
-            saved = index.read_index(self.folder, rebuild=True)
-            if step not in saved.steps:
-                return
-            saved = replace(saved, eval_losses=saved.eval_losses | {step: eval_loss})
-            index.write_index(self.folder, index.prune(self.folder, saved, self.keep_last))
+            with self._lock:
+                if step in self._unpublished:  # the save in the background will write it
+                    self._unpublished[step] = eval_loss
+                    return
+                saved = index.read_index(self.folder, rebuild=True)
+                if step not in saved.steps:
+                    return
+                saved = replace(saved, eval_losses=saved.eval_losses | {step: eval_loss})
+                index.write_index(self.folder, index.prune(self.folder, saved, self.keep_last))
 
         ranks.run_on_rank0(record)
 
@@ -123,7 +160,8 @@ class Checkpoints:
 
     # Steps of a save, in order
 
-    def _begin(self, partial: Path, meta: dict) -> None:
+    def begin(self, partial: Path, meta: dict) -> None:
+        """Make the folder for a step's files, with `meta`. On one process."""
         self.folder.mkdir(parents=True, exist_ok=True)
         # Prune before saving, so that a lower --keep_last frees space on a full disk.
         index.prune(self.folder, index.read_index(self.folder, rebuild=True), self.keep_last)
@@ -133,25 +171,32 @@ class Checkpoints:
         partial.mkdir()
         write_json(partial / META, meta)
 
-    def _seal(self, partial: Path, step: int, specs: dict[str, dict]) -> None:
-        """Flush and hash every file, split over the ranks, then write the manifest."""
-        names = ranks.run_on_rank0(lambda: sorted(path.name for path in partial.iterdir()))
-        share = names[ranks.rank() :: ranks.world_size()]
-        shares = ranks.run_on_all_ranks(
-            lambda: digests(partial, share, flush=True, on_progress=self.on_progress)
-        )
-        files = {name: digest for share in shares for name, digest in share.items()}
-        ranks.run_on_rank0(lambda: write_manifest(partial, {"step": step, "files": files, "tensors": specs}))
+    def publish(self, partial: Path, step: int, manifest: dict[str, Any]) -> None:
+        """Seal the folder with its manifest, rename it, and update the index. On one process."""
+        write_manifest(partial, {"step": step} | manifest)
+        with self._lock:
+            saved = index.read_index(self.folder, rebuild=True)
+            publish(partial, self.folder / step_name(step))
+            losses = {number: loss for number, loss in saved.eval_losses.items() if number != step}
+            if (eval_loss := self._unpublished.pop(step)) is not None:
+                losses[step] = eval_loss
+            steps = [*(number for number in saved.steps if number != step), step]
+            saved = replace(saved, steps=steps, eval_losses=losses)
+            index.write_index(self.folder, index.prune(self.folder, saved, self.keep_last))
 
-    def _publish(self, partial: Path, final: Path, step: int, eval_loss: float | None) -> None:
-        saved = index.read_index(self.folder, rebuild=True)
-        publish(partial, final)
-        losses = {number: loss for number, loss in saved.eval_losses.items() if number != step}
-        if eval_loss is not None:
-            losses[step] = eval_loss
-        steps = [*(number for number in saved.steps if number != step), step]
-        saved = replace(saved, steps=steps, eval_losses=losses)
-        index.write_index(self.folder, index.prune(self.folder, saved, self.keep_last))
+
+class PendingSave:
+    """A save in the background."""
+
+    def __init__(self, written: Future, finish: Callable[[], Path]):
+        self._written, self.finish = written, finish
+
+    def done(self) -> bool:
+        return self._written.done()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for at most `timeout` seconds. Return True if the save has ended."""
+        return bool(futures.wait([self._written], timeout).done)
 
 
 def in_groups(items: Iterable[Any], size_of: Callable[[Any], int], limit: int) -> Iterator[list[Any]]:
@@ -171,18 +216,29 @@ def in_groups(items: Iterable[Any], size_of: Callable[[Any], int], limit: int) -
 # Tensors in torch.distributed.checkpoint
 
 
-def _run_dcp(function: Callable, tensors: dict[str, Tensor], **options: Any) -> None:
-    """Call dcp.save or dcp.load. Raise the error of the first failing rank, disk errors first."""
+def _run_dcp(function: Callable, tensors: dict[str, Tensor], **options: Any) -> Any:
+    """Call dcp.save, dcp.async_save or dcp.load. Raise the error of `_cause`."""
     detached = {key: tensor.detach() for key, tensor in tensors.items()}
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on a single process
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on a single process
-            function(detached, no_dist=ranks.world_size() == 1, **options)
+        return function(detached, no_dist=ranks.world_size() == 1, **options)
     except dcp.CheckpointException as failure:
-        errors = [error for _, (error, _) in sorted(failure.failures.items())]
-        cause = min(errors, key=lambda error: not isinstance(error, OSError))
-        cause.ranks = dict.fromkeys(failure.failures, "")
-        raise cause from None
+        raise _cause(failure) from None
+
+
+def _result(written: Future) -> None:
+    try:
+        written.result()
+    except dcp.CheckpointException as failure:
+        raise _cause(failure) from None
+
+
+def _cause(failure: dcp.CheckpointException) -> BaseException:
+    """Return the error of the first failing rank, disk errors first, with all of them in `ranks`."""
+    errors = [error for _, (error, _) in sorted(failure.failures.items())]
+    cause = min(errors, key=lambda error: not isinstance(error, OSError))
+    cause.ranks = dict.fromkeys(failure.failures, "")
+    return cause
 
 
 def _as_stored(tensor: Tensor) -> Tensor:
@@ -191,24 +247,14 @@ def _as_stored(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if float8 else tensor
 
 
-def _spec(tensor: Tensor) -> dict:
-    return {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}
-
-
-def _specs_of_all_ranks(tensors: dict[str, Tensor]) -> dict[str, dict]:
-    """Return shape and dtype of the tensors of all ranks, by key."""
-    specs: dict[str, dict] = {}
-    for rank_specs in ranks.gather({key: _spec(tensor) for key, tensor in tensors.items()}):
-        for key, spec in rank_specs.items():
-            same = specs.setdefault(key, spec) == spec
-            assert same, f"tensor {key!r} is {specs[key]} on one rank and {spec} on another"
-    return specs
+def _spec(dtype: torch.dtype, shape: Iterable[int]) -> dict:
+    return {"dtype": str(dtype), "shape": list(shape)}
 
 
 def _check_before_load(path: Path, tensors: dict[str, Tensor]) -> None:
     saved = index.verify(path, share=(ranks.rank(), ranks.world_size()))["tensors"]
     for key, tensor in tensors.items():
-        stored, live = saved.get(key), _spec(tensor)
+        stored, live = saved.get(key), _spec(tensor.dtype, tensor.shape)
         if stored != live:
             reason = (
                 f"is {stored} in the checkpoint, but {live} here" if stored else "is not in the checkpoint"
@@ -217,8 +263,19 @@ def _check_before_load(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
+    """Plans who writes which shard; `specs` has shape and dtype of all tensors, on the coordinator."""
+
+    def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> Any:
+        self.specs: dict[str, dict] = {}
+        for item in (item for plan in all_plans for item in plan.items):
+            key, data = item.index.fqn, item.tensor_data
+            spec = _spec(data.properties.dtype, data.size)
+            same = self.specs.setdefault(key, spec) == spec
+            assert same, f"tensor {key!r} is {self.specs[key]} on one rank and {spec} on another"
+        return super().create_global_plan(all_plans)
+
     def transform_object(self, write_item: Any, object: Any) -> Tensor:
-        return _as_stored(object).contiguous()  # safetensors requires contiguous tensors
+        return _as_stored(object)
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -226,36 +283,55 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         return _as_stored(super().transform_tensor(read_item, tensor))
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(dcp.StorageWriter):
     """Writes this rank's part of the plan to safetensors files that HuggingFaceStorageReader can read.
 
     torch's HuggingFaceStorageWriter needs host memory for twice a file's size, and it drops errors of its
-    threads, so a full disk goes unnoticed.
+    threads, so a full disk goes unnoticed. The coordinator begins and publishes the checkpoint.
     """
 
-    def __init__(self, folder: Path, file_bytes: int, on_progress: Callable[[], None]):
-        super().__init__(folder)
-        self.folder, self.file_bytes, self.on_progress = folder, file_bytes, on_progress
+    def __init__(self, checkpoints: Checkpoints, step: int, meta: dict, planner: _SavePlanner):
+        self.checkpoints, self.step, self.meta, self.planner = checkpoints, step, meta, planner
+        self.partial = hidden(checkpoints.folder / step_name(step), "partial")
 
-    def finish(self, metadata: Any, results: Any) -> None:
-        """Write no .metadata file, which is a pickle. Each file describes its shards."""
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        self.checkpoints.begin(self.partial, self.meta)
+        return plans
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list]:
         def nbytes(item: dcp.WriteItem) -> int:
             data = item.tensor_data
             return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
-        files = list(in_groups(plan.items, nbytes, self.file_bytes)) or [[]]
+        files = list(in_groups(plan.items, nbytes, self.checkpoints.file_bytes)) or [[]]
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda number: self._write(number, files[number], planner), range(len(files))))
+            results = list(pool.map(self._write, range(len(files)), files))
         done: torch.futures.Future[list] = torch.futures.Future()
-        done.set_result([])
+        done.set_result(results)
         return done
 
-    def _write(self, number: int, items: list[dcp.WriteItem], planner: dcp.SavePlanner) -> None:
-        path = self.folder / f"rank{ranks.rank():05d}-{number:05d}.safetensors"
-        tensors = {item.index.fqn: planner.resolve_data(item).cpu() for item in items}
+    def _write(self, number: int, items: list[dcp.WriteItem]) -> WriteResult:
+        path = self.partial / f"rank{ranks.rank():05d}-{number:05d}.safetensors"
+        tensors = {item.index.fqn: self.planner.resolve_data(item) for item in items}
         # The reader needs each shard's offset in the full tensor.
         shards = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items}
-        save_tensors(tensors, path, {"DCP_SHARDING_INFO": json.dumps(shards)})
-        self.on_progress()
+        digest = write_tensors(path, tensors, {"DCP_SHARDING_INFO": json.dumps(shards)})
+        self.checkpoints.on_progress()
+        return WriteResult(MetadataIndex(path.name), digest["size"], digest)
+
+    def finish(self, metadata: Any, results: list[list[WriteResult]]) -> None:
+        """Publish the checkpoint. DCP's own .metadata file, a pickle, is not written."""
+        files = digests(self.partial, [META])
+        files |= {file.index.fqn: file.storage_data for rank in results for file in rank}
+        manifest = {"files": files, "tensors": self.planner.specs}
+        self.checkpoints.publish(self.partial, self.step, manifest)
