@@ -93,11 +93,7 @@ def prepare(
     folder, is_new = watchdog.run_on_rank0(
         "opening the run folder", lambda: _open_folder(cfg, resolved, cleanup)
     )
-    checkpoints = Checkpoints(
-        folder / "checkpoints",
-        keep_last=cfg.checkpoint.keep_last,
-        on_progress=lambda: watchdog.beat("saving", counts=False),  # ranks write different numbers of files
-    )
+    checkpoints = Checkpoints(folder / "checkpoints", keep_last=cfg.checkpoint.keep_last)
     with discarded_if_refused(folder, is_new=is_new):
         check_shared(folder)
         resume = watchdog.run_on_rank0(

@@ -19,7 +19,8 @@ from fp8_suite.te_models.kernels.bf16_on_cpu import fast_bf16
 from fp8_suite.training.assembly import Assembly, assemble
 from fp8_suite.training.checkpoint.progress import WallTime
 from fp8_suite.training.checkpoint.run_folder import discarded_if_refused
-from fp8_suite.training.checkpoint.state import CheckpointSaver, RunState
+from fp8_suite.training.checkpoint.saver import CheckpointSaver, choose_stager
+from fp8_suite.training.checkpoint.state import RunState
 from fp8_suite.training.config import Config, parse_config
 from fp8_suite.training.finish import export, generate_samples, summarize
 from fp8_suite.training.observers import Observers, open_environment, open_logs
@@ -206,6 +207,9 @@ def open_loop(
         state,
         scaling,
         wall_time,
+        stager=choose_stager(prepared.sizing.chosen, strategy, steps_left),
+        heartbeat=lambda: prepared.watchdog.beat("saving", counts=False),  # ranks write unequal numbers of files
+        message=logs.display.message,
         saved_step=progress.step if prepared.resume is not None and prepared.resume.same_run else -1,
         restored_unevaluated=not evaluated,
     )

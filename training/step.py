@@ -32,6 +32,7 @@ class Stack:
     total_steps: int
     scaling: Scaling
     heartbeat: Callable[[str], None] = lambda doing: None  # sends this rank's next phase to the watchdog
+    before_update: Callable[[], None] = lambda: None  # waits for a save that copies weights and optimizer state
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def train_step(
     loss = total_loss / divisor
     stack.heartbeat(f"waiting for step {done + 1}")
     usable = loss.isfinite() & (label_tokens > 0)
+    stack.before_update()
     outcome = strategy.step(stack.wrapped, optimizer, usable=usable, max_norm=max_grad_norm)
     flags = outcome.applied, stop, save, outcome.grad_norm  # offloading strategies have them on the CPU
     read_flags = copy_to_host_async(torch.stack([flag.to(strategy.device, torch.float32) for flag in flags]))

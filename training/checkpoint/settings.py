@@ -26,6 +26,9 @@ class CheckpointConfig(Section):
         "500",
         "steps between checkpoints, or time (30m, 2h); 0: only at the end and on a stop signal",
     )
+    async_save: bool = resumable(
+        True, "write checkpoints in the background, from a copy of the state in host memory"
+    )
     keep_last: int = resumable(
         5, "newest checkpoints to keep, besides the best by evaluation loss", minimum=1
     )

@@ -18,25 +18,29 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 THREADS = 4  # that copy within host memory
 PIECE = 2**26  # bytes that a thread copies at a time
+SMALL = 2**20  # bytes: torch's allocator rounds up to a power of two, but is fast
 
 
 class Stager(AsyncStager):
     """Stages one state at a time for `torch.distributed.checkpoint.async_save`.
 
     The GPU's part is copied on a stream of its own, host tensors by threads. Nothing waits for the copies but
-    the next update of the state, see `finish_copies`. The memory is used again by every save.
+    the next update of the state, see `finish_copies`. The memory is used again by every save. Without
+    `copies_host`, for want of memory, host tensors are written as they are, and the update waits for that.
     """
 
     _synchronize_after_execute = False
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, *, copies_host: bool = True):
+        self.device, self.copies_host = device, copies_host
         self.api = torch.get_device_module(device)  # streams and events of torch.cpu do nothing
         self.stream, self.copied = self.api.Stream(), self.api.Event()
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="staging")
         self.free: dict[int, list[Tensor]] = {}  # host memory by bytes
         self.lent: list[Tensor] = []
         self.copies: list[Future] = []  # within host memory, of the save that has begun
+        self.unread = threading.Event()  # no save reads the state itself, rather than a copy
+        self.unread.set()
         self.reserved: threading.Thread | None = None
 
     def reserve(self, sizes: Iterable[int]) -> None:
@@ -59,6 +63,10 @@ class Stager(AsyncStager):
         with self.api.stream(self.stream):
             for key, tensor in state.items():
                 source = as_bytes(local(tensor))
+                if not (source.is_cuda or self.copies_host or len(source) < SMALL):
+                    self.unread.clear()
+                    staged[key] = tensor
+                    continue
                 copy = self._take(len(source))
                 if source.is_cuda:
                     copy.copy_(source, non_blocking=True)
@@ -75,6 +83,11 @@ class Stager(AsyncStager):
         for copy in self.copies:
             copy.result()
         self.copies = []
+        self.unread.wait()
+
+    def end_reading(self) -> None:
+        """Note that the files of the save are written, or that it has failed."""
+        self.unread.set()
 
     def release(self) -> None:
         """Take back the memory of a save that has ended."""
@@ -101,7 +114,10 @@ class Stager(AsyncStager):
         return memory
 
     def _allocate(self, size: int) -> Tensor:
-        return host_zeros(torch.Size([size]), torch.uint8, pinned=self.device.type == "cuda")
+        on_gpu = self.device.type == "cuda"
+        if size < SMALL:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        return host_zeros(torch.Size([size]), torch.uint8, pinned=on_gpu)
 
     def _copy_in_threads(self, copy: Tensor, source: Tensor) -> None:
         for start in range(0, len(source), PIECE):
@@ -119,6 +135,7 @@ class Unstaged(AsyncStager):
         return future
 
     def finish_copies(self) -> None: ...
+    def end_reading(self) -> None: ...
     def release(self) -> None: ...
 
 

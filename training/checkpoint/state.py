@@ -41,10 +41,12 @@ class RunState:
     evaluation: Any  # fingerprint of the evaluation samples (JSON), or None
 
 
-def save_run(
-    checkpoints: Checkpoints, run: RunState, scaling: dict[str, Tensor], *, eval_loss: float | None
-) -> None:
-    """Save a checkpoint of the run. `scaling` is the FP8 scaling state by name. Collective."""
+def saved_state(run: RunState, scaling: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return (tensors of this rank, meta.json) of a checkpoint of the run. Collective for DeepSpeed.
+
+    `scaling` is the FP8 scaling state by name. Weights and optimizer state are live references until the next
+    update; everything that a forward pass changes is copied.
+    """
     meta = {
         "config": run.cfg.to_dict(),
         **run.precision.as_dict(),
@@ -56,40 +58,39 @@ def save_run(
         "world_size": run.strategy.world_size,
     }
     tensors, _ = weights_and_optimizer(run.model, run.optimizer, run.strategy, run.cfg)
-    tensors |= rng_state(run.strategy.rank) | {f"fp8/{name}": tensor for name, tensor in scaling.items()}
-    checkpoints.save(run.progress.step, tensors, meta, eval_loss=eval_loss)
+    tensors |= {f"fp8/{name}": tensor for name, tensor in scaling.items()}
+    parameters = {f"model/{name}" for name, _ in run.model.named_parameters()}
+    for key, tensor in tensors.items():
+        if key not in parameters and not key.startswith("optimizer/"):
+            tensors[key] = tensor.clone()
+    return share_of_rank(tensors, run.strategy) | rng_state(run.strategy.rank), meta
 
 
-class CheckpointSaver:
-    """Saves checkpoints for the training loop.
+def share_of_rank(tensors: dict[str, Tensor], strategy: Any) -> dict[str, Tensor]:
+    """Return the tensors that this rank saves, so that each is saved once and all ranks save as much."""
+    loads: dict[int, list[int]] = {}  # bytes assigned so far to each of N replicas
+    share = {}
+    for key, tensor in tensors.items():
+        replica, replicas = strategy.rank, strategy.world_size
+        if isinstance(tensor, DTensor):
+            replica, replicas = _replica(tensor)
+        assigned = loads.setdefault(replicas, [0] * replicas)
+        saver = assigned.index(min(assigned))
+        assigned[saver] += tensor.nbytes
+        if saver == replica:
+            share[key] = tensor
+    return share
 
-    `checkpoints` is None with --no_save_checkpoints. `saved_step` is the step of the run's newest checkpoint,
-    -1 if it has none; `restored_unevaluated` is True if the step of the restored one has no eval loss yet.
-    """
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints | None,
-        run: RunState,
-        scaling: Any,
-        wall_time: WallTime,
-        *,
-        saved_step: int,
-        restored_unevaluated: bool,
+def _replica(tensor: DTensor) -> tuple[int, int]:
+    """Return (number of this rank's replica of a DTensor, number of replicas)."""
+    number, count = 0, 1
+    for coordinate, size, placement in zip(
+        tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape, tensor.placements, strict=True
     ):
-        self.checkpoints, self.run, self.scaling, self.wall_time = checkpoints, run, scaling, wall_time
-        self.saved_step, self.restored_unevaluated = saved_step, restored_unevaluated
-
-    def save(self, step: int, eval_loss: float | None) -> None:
-        self.saved_step = step
-        if self.checkpoints is not None:
-            self.wall_time.count()
-            save_run(self.checkpoints, self.run, self.scaling.state(), eval_loss=eval_loss)
-
-    def record_eval_loss(self, step: int, eval_loss: float) -> None:
-        """Add the eval loss to a checkpoint that was saved before its evaluation."""
-        if self.checkpoints is not None:
-            self.checkpoints.record_eval_loss(step, eval_loss)
+        if placement.is_replicate():
+            number, count = number * size + coordinate, count * size
+    return number, count
 
 
 def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> dict[str, Tensor]:

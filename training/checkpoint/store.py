@@ -29,11 +29,11 @@ from fp8_suite.core.readers import read_json
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.index import step_name
 from fp8_suite.training.checkpoint.manifest import THREADS, digests, read_manifest, write_manifest
+from fp8_suite.training.checkpoint.staging import Stager, Unstaged
 from fp8_suite.training.checkpoint.writer import write_tensors
 from fp8_suite.training.parallel import ranks
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 
 META = "meta.json"
@@ -69,7 +69,7 @@ class Checkpoints:
         step: int,
         tensors: dict[str, Tensor],
         meta: dict,
-        stager: AsyncStager,
+        stager: Stager | Unstaged,
         *,
         eval_loss: float | None,
     ) -> PendingSave:
@@ -81,7 +81,9 @@ class Checkpoints:
             self._group = torch.distributed.new_group(backend="gloo", timeout=ranks.COLLECTIVE_TIMEOUT)
         options = self._options(step, json.loads(json.dumps(meta)), eval_loss)
         options |= {"async_stager": stager, "process_group": self._group}
+        options["storage_writer"].on_written = stager.end_reading
         written: Future = _run_dcp(dcp.async_save, tensors, **options).upload_completion
+        written.add_done_callback(lambda _: stager.end_reading())
         return PendingSave(written, lambda: self._finished(step, lambda: _result(written)))
 
     def _options(self, step: int, meta: dict, eval_loss: float | None) -> dict[str, Any]:
@@ -293,6 +295,7 @@ class _Writer(dcp.StorageWriter):
     def __init__(self, checkpoints: Checkpoints, step: int, meta: dict, planner: _SavePlanner):
         self.checkpoints, self.step, self.meta, self.planner = checkpoints, step, meta, planner
         self.partial = hidden(checkpoints.folder / step_name(step), "partial")
+        self.on_written: Callable[[], None] = lambda: None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -316,6 +319,7 @@ class _Writer(dcp.StorageWriter):
         files = list(in_groups(plan.items, nbytes, self.checkpoints.file_bytes)) or [[]]
         with ThreadPoolExecutor(THREADS) as pool:
             results = list(pool.map(self._write, range(len(files)), files))
+        self.on_written()  # the state in memory is not read any more
         done: torch.futures.Future[list] = torch.futures.Future()
         done.set_result(results)
         return done

@@ -163,6 +163,22 @@ def host_capacity(setup: TrainingSetup) -> float:
     return total - min(HOST_RESERVED * min(setup.gpus, setup.gpus_per_node), RESERVED_SHARE * total)
 
 
+def checkpoint_bytes(setup: TrainingSetup) -> float:
+    """Return the bytes of weights, masters and moments in a checkpoint."""
+    optimizer = setup.optimizer
+    per_parameter = optimizer.parameter_dtype.itemsize + optimizer.master_bytes + optimizer.moment_bytes
+    return per_parameter * setup.model.parameters
+
+
+def staging_bytes(setup: TrainingSetup, *, copies_host: bool) -> float:
+    """Return the bytes of host memory per node that a save in the background needs for copies of the state.
+
+    Without `copies_host`, state that is offloaded to host memory is not copied.
+    """
+    offloaded = 0.0 if copies_host else setup.offloaded_state * setup.model.parameters
+    return (checkpoint_bytes(setup) - offloaded) / setup.nodes
+
+
 # Points in a step where memory may peak
 
 

@@ -1,0 +1,104 @@
+"""Saves of the training loop, in the background where host memory has room for a copy of the state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fp8_suite.training.checkpoint.progress import WallTime
+from fp8_suite.training.checkpoint.staging import Stager, Unstaged
+from fp8_suite.training.checkpoint.state import RunState, saved_state
+from fp8_suite.training.checkpoint.store import Checkpoints, PendingSave
+from fp8_suite.training.optim.adamw import local
+
+POLL_SECONDS = 1.0  # between two looks at a save that is waited for
+REPORTED_WAIT = 1.0  # seconds of waiting from which on the user is told
+
+
+class CheckpointSaver:
+    """Saves checkpoints for the training loop, one at a time.
+
+    `checkpoints` is None with --no_save_checkpoints. `stager` is None if saves are synchronous. `saved_step`
+    is the step of the run's newest checkpoint, -1 if it has none; `restored_unevaluated` is True if the step
+    of the restored one has no eval loss yet.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints | None,
+        run: RunState,
+        scaling: Any,
+        wall_time: WallTime,
+        *,
+        stager: Stager | Unstaged | None,
+        saved_step: int,
+        restored_unevaluated: bool,
+        heartbeat: Callable[[], None],
+        warn: Callable[[str], None],
+    ):
+        self.checkpoints, self.run, self.scaling, self.wall_time = checkpoints, run, scaling, wall_time
+        self.stager, self.heartbeat, self.warn = stager, heartbeat, warn
+        self.saved_step, self.restored_unevaluated = saved_step, restored_unevaluated
+        self.pending: PendingSave | None = None
+        self.unstaged = False  # the state of the pending save is not yet copied
+        if checkpoints:
+            checkpoints.on_progress = self._progressed
+        self._blocking = True  # this thread waits for a save
+
+    def reserve(self) -> None:
+        """Allocate the memory of saves in the background. Call when the optimizer state exists."""
+        if isinstance(self.stager, Stager):
+            tensors, _ = saved_state(self.run, self.scaling.state())
+            self.stager.reserve([local(tensor).nbytes for tensor in tensors.values()])
+
+    def save(self, step: int, eval_loss: float | None) -> None:
+        """Save this step. With a stager only begin to: `before_update` must precede the next update."""
+        self.saved_step = step
+        if self.checkpoints is None:
+            return
+        if (waited := self.finish()) > REPORTED_WAIT:
+            self.warn(f"step {step}: waited {waited:.1f} s for the save before this one")
+        self.wall_time.count()
+        tensors, meta = saved_state(self.run, self.scaling.state())
+        if self.stager is None:
+            self.checkpoints.save(step, tensors, meta, eval_loss=eval_loss)
+            return
+        self.pending = self.checkpoints.start_save(step, tensors, meta, self.stager, eval_loss=eval_loss)
+        self.unstaged, self._blocking = True, False
+
+    def before_update(self) -> None:
+        """Let the update of the state wait until the pending save has copied it."""
+        if self.unstaged:
+            self.unstaged = False
+            self.stager.finish_copies()
+
+    def check(self) -> None:
+        """Raise the error of a save that has failed in the background."""
+        if self.pending and self.pending.done():
+            self.finish()
+
+    def finish(self) -> float:
+        """Wait until the pending save is published. Return the seconds waited. Raises its error."""
+        if self.pending is None:
+            return 0.0
+        began, self._blocking = time.perf_counter(), True
+        pending, self.pending = self.pending, None
+        self.heartbeat()
+        while not pending.wait(POLL_SECONDS):
+            pass
+        try:
+            pending.finish()
+        finally:
+            self.before_update()
+            self.stager.release()
+        return time.perf_counter() - began
+
+    def record_eval_loss(self, step: int, eval_loss: float) -> None:
+        """Add the eval loss to a checkpoint that was begun before its evaluation."""
+        if self.checkpoints is not None:
+            self.checkpoints.record_eval_loss(step, eval_loss)
+
+    def _progressed(self) -> None:
+        if self._blocking:
+            self.heartbeat()
