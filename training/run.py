@@ -207,11 +207,13 @@ def open_loop(
         state,
         scaling,
         wall_time,
-        stager=choose_stager(prepared.sizing.chosen, strategy, steps_left),
-        heartbeat=lambda: prepared.watchdog.beat("saving", counts=False),  # ranks write unequal numbers of files
+        stager=choose_stager(prepared.sizing.chosen, strategy, prepared.total_steps - progress.step),
+        # Ranks write different numbers of files, so these beats do not count.
+        heartbeat=lambda: prepared.watchdog.beat("saving", counts=False),
         message=logs.display.message,
         saved_step=progress.step if prepared.resume is not None and prepared.resume.same_run else -1,
         restored_unevaluated=not evaluated,
     )
+    stack.before_update = saver.before_update
     wall_time.count()
     return Trainer(cfg, stack, loaders, logs, saver, wall_time, observers), observers

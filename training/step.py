@@ -32,7 +32,7 @@ class Stack:
     total_steps: int
     scaling: Scaling
     heartbeat: Callable[[str], None] = lambda doing: None  # sends this rank's next phase to the watchdog
-    before_update: Callable[[], None] = lambda: None  # waits for a save that copies weights and optimizer state
+    before_update: Callable[[], None] = lambda: None  # waits for a save that copies the state
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from itertools import islice
 from typing import Any
 
 import torch
+from fp8_suite.core.errors import UserError
 from fp8_suite.core.signals import StopFlag, Stopped
 from fp8_suite.data.build import Loaders
 from fp8_suite.training.checkpoint.progress import WallTime
+from fp8_suite.training.checkpoint.saver import CheckpointSaver
 from fp8_suite.training.checkpoint.settings import parse_save_interval
-from fp8_suite.training.checkpoint.state import CheckpointSaver
 from fp8_suite.training.config import Config
 from fp8_suite.training.guard import StepGuard
 from fp8_suite.training.parallel import ranks
@@ -91,6 +92,9 @@ class Trainer:
         except Stopped:
             self.loaders.train.load_state_dict(self._loader_state)
             stopped = True
+        except UserError:  # on all ranks
+            self._finish_save()
+            raise
         if not stopped:
             self._finish()
             stopped = self._any_stop()
@@ -125,6 +129,7 @@ class Trainer:
         step = self.progress.step + 1
         if step == self.first_step:
             self._before_first_step(micro_batches[0])
+        self.saver.check()
         self.hooks.before_step(step)
 
     def _after_step(self, micro_batches: list[Any], waited: float, result: StepResult) -> bool:
@@ -152,6 +157,8 @@ class Trainer:
         for name in self._unsaved_counts:
             self._unsaved_counts[name] += sum(getattr(batch, name) for batch in micro_batches)
         with self.wall_time.phase("other"):
+            if first:
+                self.saver.reserve()
             self.hooks.after_step(progress.step)
             if log:
                 self._log(result)
@@ -189,6 +196,7 @@ class Trainer:
             )
         self._save()
         self._evaluate()
+        self._finish_save()
         evaluated, metrics = self.last_eval
         if evaluated == self.progress.step:
             self.guard.check_final(metrics["eval/loss"])
@@ -198,6 +206,7 @@ class Trainer:
         self.guard.read(all_steps=True)
         if self.progress.step > 0:
             self._save()
+        self._finish_save()
         done = f"after step {self.progress.step}" if self.progress.step else "before the first step"
         self.logs.display.message(f"stopped by a signal {done}")
 
@@ -285,6 +294,10 @@ class Trainer:
         self._training_since = (
             time.perf_counter()
         )  # not before the save, which may take longer than the interval
+
+    def _finish_save(self) -> None:
+        with self.wall_time.phase("saving"):
+            self.saver.finish()
 
     def results(self) -> dict[str, float]:
         """Return the last evaluation and the median rates after warm-up, for summary.json."""

@@ -125,6 +125,10 @@ class Saver:
     def record_eval_loss(self, step, eval_loss):
         self.events.append(f"{step} evaluated")
 
+    def reserve(self): ...
+    def check(self): ...
+    def finish(self): ...
+
 
 def trainer(
     batches=None,

@@ -7,13 +7,47 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8_suite.training.checkpoint.progress import WallTime
+from fp8_suite.training.checkpoint.settings import parse_save_interval
 from fp8_suite.training.checkpoint.staging import Stager, Unstaged
 from fp8_suite.training.checkpoint.state import RunState, saved_state
 from fp8_suite.training.checkpoint.store import Checkpoints, PendingSave
+from fp8_suite.training.estimate.memory import host_capacity, offloaded_bytes, staging_bytes
+from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.optim.adamw import local
+from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.ranks import print_rank0
+from fp8_suite.training.parallel.strategies import Strategy
 
 POLL_SECONDS = 1.0  # between two looks at a save that is waited for
 REPORTED_WAIT = 1.0  # seconds of waiting from which on the user is told
+
+
+def choose_stager(setup: TrainingSetup, strategy: Strategy, steps_left: int) -> Stager | Unstaged | None:
+    """Return what copies the state for saves in the background; None for synchronous saves. Collective.
+
+    A run that saves only at its end would gain nothing from a copy.
+    """
+    cfg = setup.cfg.checkpoint
+    steps, seconds = parse_save_interval(cfg.save_interval)
+    if not (cfg.save_checkpoints and cfg.async_save and (seconds or 0 < steps < steps_left)):
+        return None
+    if strategy.owns_masters:
+        return Unstaged()
+    free = host_capacity(setup) - offloaded_bytes(setup)
+    needed = {copies_host: staging_bytes(setup, copies_host=copies_host) for copies_host in (True, False)}
+    # Nodes may differ: all ranks do what the smallest can.
+    rooms = ranks.gather([copies_host for copies_host, size in needed.items() if size <= free])
+    if all(True in room for room in rooms):
+        return Stager(strategy.device)
+    missing = (
+        f"copying the state needs {needed[True] / 1e9:.0f} GB of host memory per node, "
+        f"which has {free / 1e9:.0f} GB left"
+    )
+    if all(False in room for room in rooms):
+        print_rank0(f"saves write offloaded state from where it is, and the next update waits: {missing}")
+        return Stager(strategy.device, copies_host=False)
+    print_rank0(f"WARNING: training stops while a checkpoint is written: {missing}")
+    return None
 
 
 class CheckpointSaver:
@@ -35,10 +69,10 @@ class CheckpointSaver:
         saved_step: int,
         restored_unevaluated: bool,
         heartbeat: Callable[[], None],
-        warn: Callable[[str], None],
+        message: Callable[[str], None],
     ):
         self.checkpoints, self.run, self.scaling, self.wall_time = checkpoints, run, scaling, wall_time
-        self.stager, self.heartbeat, self.warn = stager, heartbeat, warn
+        self.stager, self.heartbeat, self.message = stager, heartbeat, message
         self.saved_step, self.restored_unevaluated = saved_step, restored_unevaluated
         self.pending: PendingSave | None = None
         self.unstaged = False  # the state of the pending save is not yet copied
@@ -58,7 +92,7 @@ class CheckpointSaver:
         if self.checkpoints is None:
             return
         if (waited := self.finish()) > REPORTED_WAIT:
-            self.warn(f"step {step}: waited {waited:.1f} s for the save before this one")
+            self.message(f"step {step}: waited {waited:.1f} s for the save before this one")
         self.wall_time.count()
         tensors, meta = saved_state(self.run, self.scaling.state())
         if self.stager is None:
@@ -71,7 +105,8 @@ class CheckpointSaver:
         """Let the update of the state wait until the pending save has copied it."""
         if self.unstaged:
             self.unstaged = False
-            self.stager.finish_copies()
+            with self.wall_time.phase("saving"):
+                self.stager.finish_copies()
 
     def check(self) -> None:
         """Raise the error of a save that has failed in the background."""

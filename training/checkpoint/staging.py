@@ -78,7 +78,7 @@ class Stager(AsyncStager):
         return self.threads.submit(self._wait, staged, sources, self.copies)
 
     def finish_copies(self) -> None:
-        """Let the next update wait for the copies: the current stream for the GPU's, this thread for others."""
+        """Let the next update wait for the copies: the stream for the GPU's, this thread for the others."""
         self.api.current_stream().wait_event(self.copied)
         for copy in self.copies:
             copy.result()

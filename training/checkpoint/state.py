@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fp8_suite.training.checkpoint.progress import Progress, WallTime
+from fp8_suite.training.checkpoint.progress import Progress
 from fp8_suite.training.checkpoint.resume import ResumePoint
 from fp8_suite.training.checkpoint.store import Checkpoints, in_groups
 from fp8_suite.training.config import Config

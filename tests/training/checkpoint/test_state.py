@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from fp8_suite.training.checkpoint.progress import Progress
 from fp8_suite.training.checkpoint.resume import ResumePoint
-from fp8_suite.training.checkpoint.state import RunState, restore_run, save_run
+from fp8_suite.training.checkpoint.state import RunState, restore_run, saved_state
 from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.optim.optimizer import (
@@ -63,7 +63,8 @@ def test_a_checkpoint_restores_everything(tmp_path):
 
     random.seed(0), np.random.seed(0)
     random.gauss(0, 1), np.random.standard_normal()  # both now keep a second number for later
-    save_run(checkpoints, state(saved, progress), scaling_state(saved["model"]), eval_loss=0.5)
+    tensors, meta = saved_state(state(saved, progress), scaling_state(saved["model"]))
+    checkpoints.save(3, tensors, meta, eval_loss=0.5)
     expected = draw()
     assert json.loads((tmp_path / "index.json").read_text())["best_eval_loss"] == 0.5
 
