@@ -103,6 +103,8 @@ def run(prepared: PreparedRun, loaders: Loaders, cleanup: ExitStack, signals: Ex
         state, scaling, evaluated = restore(prepared, loaders, assembly)
     trainer, observers = open_loop(prepared, loaders, assembly, state, scaling, evaluated=evaluated)
     cleanup.callback(trainer.logs.tracker.give_up, EXIT_FAILED)  # does nothing after `finish`
+    cleanup.callback(trainer.saver.give_up)
+    prepared.watchdog.saving = trainer.saver.saving
     signals.enter_context(trainer.stop.listening())
     prepared.watchdog.starting("training")
     try:

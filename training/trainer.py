@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from fp8_suite.core.errors import UserError
 from fp8_suite.core.signals import StopFlag, Stopped
 from fp8_suite.data.build import Loaders
 from fp8_suite.training.checkpoint.progress import WallTime
@@ -92,9 +91,6 @@ class Trainer:
         except Stopped:
             self.loaders.train.load_state_dict(self._loader_state)
             stopped = True
-        except UserError:  # on all ranks
-            self._finish_save()
-            raise
         if not stopped:
             self._finish()
             stopped = self._any_stop()

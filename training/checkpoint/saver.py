@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from fp8_suite.training.checkpoint.progress import WallTime
@@ -118,16 +119,25 @@ class CheckpointSaver:
         if self.pending is None:
             return 0.0
         began, self._blocking = time.perf_counter(), True
-        pending, self.pending = self.pending, None
         self.heartbeat()
-        while not pending.wait(POLL_SECONDS):
+        while not self.pending.wait(POLL_SECONDS):
             pass
+        pending, self.pending = self.pending, None
         try:
             pending.finish()
         finally:
             self.before_update()
             self.stager.release()
         return time.perf_counter() - began
+
+    def saving(self) -> bool:
+        """True while a save is being written in the background."""
+        return self.pending is not None and not self.pending.done()
+
+    def give_up(self) -> None:
+        """Let the pending save end before the process does, after an error of training."""
+        with suppress(Exception):  # the error of training is reported; a dead rank fails the save too
+            self.finish()
 
     def record_eval_loss(self, step: int, eval_loss: float) -> None:
         """Add the eval loss to a checkpoint that was begun before its evaluation."""

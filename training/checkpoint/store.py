@@ -71,7 +71,7 @@ class Checkpoints:
         meta: dict,
         stager: Stager | Unstaged,
         *,
-        eval_loss: float | None,
+        eval_loss: float | None = None,
     ) -> PendingSave:
         """Begin a save like `save`, written and published in the background, one at a time. Collective.
 

@@ -68,6 +68,7 @@ class Watchdog:
         self.phases: list[tuple[str, float]] = []  # before the first step, with time.perf_counter() at entry
         # The next rank's last heartbeat, and the time of its arrival.
         self._next: tuple[Heartbeat | None, float] = (None, 0.0)
+        self.saving: Callable[[], bool] = lambda: False  # True while a save is written in the background
         self._closed = threading.Event()
         self._store = None
         if ranks.world_size() > 1:
@@ -146,6 +147,7 @@ class Watchdog:
             try:
                 self._send()
                 if self._store.check([FAILURES]):
+                    self._finish_save()
                     self._closed.wait(GRACE_SECONDS)
                     self._exit()
                 message = self._dead() or self._stalled()
@@ -159,6 +161,12 @@ class Watchdog:
                 if self.fail():
                     print(f"error: {message}", file=sys.stderr, flush=True)
                 self._exit()
+
+    def _finish_save(self) -> None:
+        """Wait for the save in the background: all ranks that live can finish it after one's error."""
+        deadline = self._clock + self.timeout
+        while self.saving() and self._clock < deadline and not self._wait():
+            self._send()
 
     def _wait(self) -> bool:
         """Wait for a heartbeat interval. Return True if the watchdog has been closed."""

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import signal
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError
-from fp8_suite.training.checkpoint import index
+from fp8_suite.training.checkpoint import index, store
 from fp8_suite.training.checkpoint.manifest import DamagedCheckpoint
 from fp8_suite.training.checkpoint.resume import eval_losses
+from fp8_suite.training.checkpoint.staging import Stager
 from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.optim.adamw import local
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,6 +27,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.children import forked, preload, run_ranks
 from tests.full_disk import disk_that_takes
 
+CPU = torch.device("cpu")
 torch.set_num_threads(1)
 
 preload(__name__)
@@ -288,7 +291,7 @@ def test_a_lower_keep_last_frees_space_before_the_next_save(tmp_path):
     assert on_disk(checkpoints) == [3]
 
 
-def save_and_die(folder: Path, step: int, left: int) -> None:
+def save_and_die(folder: Path, step: int, asynchronous: bool, left: int) -> None:
     """Save a step, but SIGKILL this process just before its `left`-th change on disk."""
 
     def watch(event: str, args: tuple) -> None:
@@ -300,15 +303,20 @@ def save_and_die(folder: Path, step: int, left: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    Checkpoints(folder, keep_last=1).save(step, filled(5), {})
+    checkpoints = Checkpoints(folder, keep_last=1)
+    if asynchronous:
+        checkpoints.start_save(step, filled(5), {}, Stager(CPU)).finish()
+    else:
+        checkpoints.save(step, filled(5), {})
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("step", [2, 1], ids=["new step", "same step again"])
-def test_a_kill_before_any_single_change_leaves_an_intact_checkpoint(tmp_path, step):
+def test_a_kill_before_any_single_change_leaves_an_intact_checkpoint(tmp_path, step, asynchronous):
     for count in range(1, 60):
         folder = tmp_path / str(count)
         survivor = save_steps(folder, 1, keep_last=1)
-        with forked(save_and_die, folder, step, count) as child:
+        with forked(save_and_die, folder, step, asynchronous, count) as child:
             child.join()
         path = survivor.latest()
         for published in folder.glob("step_*"):
@@ -322,6 +330,40 @@ def test_a_kill_before_any_single_change_leaves_an_intact_checkpoint(tmp_path, s
             break
         assert child.exitcode == -signal.SIGKILL
     assert new and 10 < count < 59
+
+
+# In the background
+
+
+def test_a_save_in_the_background_holds_the_state_at_its_begin(tmp_path, monkeypatch):
+    checkpoints, stager, live, writing = save_steps(tmp_path, 1), Stager(CPU), filled(2), threading.Event()
+    write = store.write_tensors
+    monkeypatch.setattr(store, "write_tensors", lambda *args: writing.wait() and write(*args))
+    meta = {"loader": {"row": 2}}
+    pending = checkpoints.start_save(2, live, meta, stager)
+    stager.finish_copies()
+    for tensor in live.values():
+        tensor.fill_(3)
+    meta["loader"]["row"] = 3
+    checkpoints.record_eval_loss(2, 0.5)  # known before the checkpoint is published
+    assert not pending.done() and checkpoints.latest().name == "step_000001"
+    writing.set()
+    path = pending.finish()
+    assert path == checkpoints.latest() and holds(checkpoints, path, 2)
+    assert checkpoints.read_meta(path) == {"loader": {"row": 2}}
+    assert index_of(checkpoints)["eval_losses"] == {"2": 0.5}
+
+
+def test_a_write_error_in_the_background_is_raised_when_it_is_looked_for(tmp_path):
+    checkpoints = save_steps(tmp_path, 1)
+    with disk_that_takes(450):
+        pending = checkpoints.start_save(2, filled(2), {}, Stager(CPU))
+        assert pending.wait(60)
+    with pytest.raises(
+        UserError, match=r"step_000002: cannot write this checkpoint.*earlier ones are intact"
+    ):
+        pending.finish()
+    assert on_disk(checkpoints) == [1] and not list(tmp_path.glob(".step*"))
 
 
 # Ranks
@@ -370,8 +412,9 @@ def save_shards(rank: int, folder: Path) -> None:
     load_shards(rank, folder / "one rank")
     checkpoints = Checkpoints(folder / "two ranks", keep_last=1)
     rng = {f"rng.{rank}": torch.full((3,), rank)}
-    for step in (1, 2):
-        checkpoints.save(step, distributed(full_tensors()) | rng, {"rank": rank}, eval_loss=rank - step)
+    tensors = distributed(full_tensors()) | rng
+    checkpoints.save(1, tensors, {"rank": rank}, eval_loss=rank - 1)
+    checkpoints.start_save(2, tensors, {"rank": rank}, Stager(CPU), eval_loss=rank - 2).finish()
 
 
 def test_shards_are_exact_on_any_number_of_ranks(tmp_path):

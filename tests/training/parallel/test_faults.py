@@ -177,9 +177,11 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named_once(faulty):
     job = faulty["killed"]
     assert job.wait() == [EXIT_FAILED, -signal.SIGKILL, EXIT_FAILED]
     assert job.errors() == [f"error: lost rank 1 ({HERE}): {CAUSE_OF_DEATH}. {RESUME_HINT}"]
-    assert last_checkpoint(job.folder) == "step_000002"
+    assert last_checkpoint(job.folder) in UNSURE
 
 
+# A rank that was killed or stopped before step 3 may not have written its part of step 2.
+UNSURE = ("step_000001", "step_000002")
 STALLED = {
     "stopped": (6, 1, "stopped sending heartbeats while"),
     "asleep": (6, 1, "has been loading the data of step 3 for"),
@@ -199,7 +201,8 @@ def test_a_rank_that_stalls_ends_the_job_and_is_named(name, faulty):
     stalled = f"no progress for {limit} s; rank {whose} ({HERE}) {message}"
     assert error.startswith(f"error: --timeout_minutes 0.1: {stalled}") and f"rank {1 - whose} (" not in error
     if "save_interval" in PATCHES[name][0]:
-        assert last_checkpoint(job.folder) == f"step_{2 if whose else 3:06d}"
+        expected = UNSURE if name == "stopped" else (f"step_{2 if whose else 3:06d}",)
+        assert last_checkpoint(job.folder) in expected
 
 
 def test_a_silent_rank_ends_the_job_long_before_the_timeout(faulty):
