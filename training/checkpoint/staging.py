@@ -9,10 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from fp8_suite.core.errors import bad_setting
 from fp8_suite.training.checkpoint.writer import as_bytes
 from fp8_suite.training.optim import moments
 from fp8_suite.training.optim.adamw import local
-from fp8_suite.training.optim.offload import host_zeros
+from fp8_suite.training.optim.pinned import pinned
 from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
@@ -47,6 +48,7 @@ class Stager(AsyncStager):
         """Allocate memory for tensors of these bytes in the background: page-locking takes 0.3 s a GB."""
 
         def allocate() -> None:
+            self.api.set_device(self.device)  # of a new thread; torch.cpu ignores it
             for size in sizes:
                 self.free.setdefault(size, []).append(self._allocate(size))
 
@@ -115,9 +117,12 @@ class Stager(AsyncStager):
 
     def _allocate(self, size: int) -> Tensor:
         on_gpu = self.device.type == "cuda"
-        if size < SMALL:
+        if not on_gpu or size < SMALL:
             return torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
-        return host_zeros(torch.Size([size]), torch.uint8, pinned=on_gpu)
+        try:
+            return pinned(size)
+        except MemoryError as error:
+            raise bad_setting(f"{error}; use --no_async_save", async_save=True) from None
 
     def _copy_in_threads(self, copy: Tensor, source: Tensor) -> None:
         for start in range(0, len(source), PIECE):
