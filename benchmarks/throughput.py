@@ -19,8 +19,10 @@ import json
 import os
 import random
 import re
+import shutil
 import sys
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -98,13 +100,11 @@ def measure(argv: list[str]) -> int:
     refuse_machine(cfg, profile=arguments.profile)
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = Path(cfg.checkpoint.output_dir or f"runs/throughput/{now}")
-    with tempfile.TemporaryDirectory(prefix="throughput-") as cache:
-        if synthetic:
-            text = folder / "synthetic.txt"
-            rows = steps * accumulation * optim.batch_size * arguments.gpus
-            write_text(text, rows=rows, tokens=cfg.data.max_seq_length)
-            settings = {"split_name": "train"} | settings | {"dataset_name": str(text)}
-            os.environ["HF_DATASETS_CACHE"] = cache  # the runs' cache: nothing of the made-up rows remains
+    if not synthetic:
+        return run_repeats(settings, folder, arguments)
+    rows = steps * accumulation * optim.batch_size * arguments.gpus
+    with made_up_rows(folder, rows=rows, tokens=cfg.data.max_seq_length) as text:
+        settings = {"split_name": "train"} | settings | {"dataset_name": str(text)}
         return run_repeats(settings, folder, arguments)
 
 
@@ -135,6 +135,21 @@ def refuse_machine(cfg: Config, *, profile: bool) -> None:
         )
     if not torch.cuda.is_available():
         print("WARNING: no CUDA GPU, so no speed is reported; this only tests the program", file=sys.stderr)
+
+
+@contextmanager
+def made_up_rows(folder: Path, *, rows: int, tokens: int) -> Iterator[Path]:
+    """Yield a file of synthetic text in `folder`; rank 0 writes it. Nothing remains in the user's cache."""
+    text, cache = folder / "synthetic.txt", folder / ".datasets"
+    on_rank0 = os.environ.get("RANK", "0") == "0"
+    if on_rank0:
+        write_text(text, rows=rows, tokens=tokens)
+    os.environ["HF_DATASETS_CACHE"] = str(cache)
+    try:
+        yield text
+    finally:
+        if on_rank0:
+            shutil.rmtree(cache, ignore_errors=True)
 
 
 def write_text(path: Path, *, rows: int, tokens: int) -> None:

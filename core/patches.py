@@ -127,7 +127,7 @@ CHANGES = (
     Change(
         "environment: PYTORCH_ALLOC_CONF, unless the user set it",
         "expandable segments lose less memory to fragmentation",
-        by="training/launch.py:launch",
+        by="training/launch.py:allow_expandable_segments",
         tested_by="tests/training/test_launch.py",
     ),
     Change(
@@ -189,8 +189,8 @@ CHANGES = (
     ),
     Change(
         "environment: HF_DATASETS_CACHE",
-        "rows made up for a throughput measurement leave nothing in the user's cache",
-        by="benchmarks/throughput.py:measure",
+        "rows made up for a measurement leave nothing in the user's cache",
+        by="benchmarks/throughput.py:made_up_rows",
         tested_by="tests/benchmarks/test_throughput.py",
     ),
     Change(

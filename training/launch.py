@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 def launch(description: str, *, start: Callable[[Config], torch.device], started: float) -> NoReturn:
     """Run the command and exit the process. For `start` and `started` see `training.run.main`."""
     cfg = parse_early(description)
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # Less memory is lost to fragmentation. PyTorch reads the variable when it is imported.
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    allow_expandable_segments()
     # While libraries load, Ctrl-C ends the process at once: they turn a KeyboardInterrupt into other errors.
     if (interrupt := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -40,6 +38,12 @@ def launch(description: str, *, start: Callable[[Config], torch.device], started
     gc.freeze()
     gc.enable()
     exit_process(main(sys.argv[1:], description=description, start=start, started=started, cfg=cfg))
+
+
+def allow_expandable_segments() -> None:
+    """Lose less memory to fragmentation. PyTorch reads the variable when it is imported."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def parse_early(description: str) -> Config | None:

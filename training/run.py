@@ -47,12 +47,13 @@ def main(
     start: Callable[[Config], torch.device],
     started: float = 0.0,
     cfg: Config | None = None,
+    work: Callable[[PreparedRun, Loaders, ExitStack, ExitStack], int] | None = None,
 ) -> int:
     """Run a training command and return its exit code. A UserError is printed as one line.
 
     `cfg` holds the settings if `argv` is already parsed. `start` initializes the process group, if any, and
     returns this rank's device. `started` is time.perf_counter() at process start, from which
-    `seconds_to_first_step` is measured.
+    `seconds_to_first_step` is measured. `work` replaces `run`.
     """
     watchdog = None
     cleanup = ExitStack()  # closed on every exit
@@ -66,7 +67,7 @@ def main(
             logging.getLogger("fp8_suite.data").setLevel(logging.ERROR)
         started = started or time.perf_counter()
         prepared, loaders = prepare(cfg, device, watchdog, started, cleanup)
-        code = run(prepared, loaders, cleanup, signals)
+        code = (work or run)(prepared, loaders, cleanup, signals)
         watchdog.pause()
         on_rank0 = ranks.rank() == 0
         ranks.leave(watchdog.close)

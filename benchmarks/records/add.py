@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fp8_suite.benchmarks.records.launch import command_parser, run_command
 from fp8_suite.benchmarks.records.runs import find_runs, read_run
-from fp8_suite.benchmarks.records.table import TABLE, add_runs
+from fp8_suite.benchmarks.records.table import RECORD, TABLE, add_record, add_runs
 from fp8_suite.core.errors import counted
 
 
@@ -30,9 +30,13 @@ def add(argv: list[str]) -> int:
     named = "name of a model that was trained from a folder"
     parser.add_argument("--model_name", metavar="NAME", help=named)
     args = parser.parse_args(argv)
-    runs = [read_run(path) for folder in args.runs for path in find_runs(folder) or [folder]]
+    folders = [path for folder in args.runs for path in find_runs(folder) or [folder]]
+    measured = [folder for folder in folders if (folder / RECORD).exists()]
+    runs = [read_run(folder) for folder in folders if folder not in measured]
     add_runs(runs, args.study, args.table, model_name=args.model_name)
-    print(f"added {counted(len(runs), 'run')} to study {args.study} in {args.table}")
+    for folder in measured:
+        add_record(folder, args.study, args.table)
+    print(f"added {counted(len(folders), 'run')} to study {args.study} in {args.table}")
     return 0
 
 

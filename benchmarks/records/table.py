@@ -12,9 +12,11 @@ from typing import Any
 from fp8_suite.benchmarks.records.runs import NO_EFFECT, RunRecord, Series, with_numbers
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.files import replace_file, to_json
+from fp8_suite.core.readers import read_json
 from fp8_suite.training.tracking.metrics import METRICS
 
 TABLE = Path(__file__).resolve().parents[1] / "results" / "records.jsonl.gz"
+RECORD = "record.json"  # in a run folder: what a benchmark measured, with its printed `text`
 MAX_POINTS = 200  # per curve
 CURVES = ("train/loss", "train/grad_norm", "train/epoch", "perf/tokens_per_second")
 DIGITS = 7  # significant digits of a value
@@ -66,7 +68,15 @@ def add_runs(runs: list[RunRecord], study: str, path: Path = TABLE, *, model_nam
         if is_path(name):
             raise bad_setting(f"{run.folder} trained a model from a folder; name it", model_name=name)
         rows[study, run.name] = to_row(run, study, name)
-    replace_file(path, gzip.compress(b"".join(to_json(row) + b"\n" for row in rows.values()), mtime=0))
+    _write_rows(rows, path)
+
+
+def add_record(folder: Path, study: str, path: Path = TABLE) -> None:
+    """Add the record.json of a run folder as a text; it replaces the row with the same study and name."""
+    rows = {(row["study"], row["name"]): row for row in _read_rows(path)}
+    name = folder.resolve().name
+    rows[study, name] = {"study": study, "name": name, **read_json(folder / RECORD), "remarks": {}}
+    _write_rows(rows, path)
 
 
 def is_path(model_name: str) -> bool:
@@ -118,6 +128,10 @@ def thin(series: Series, *, average: bool) -> Series:
 
 def _columns(series: Series) -> list[list[float]]:
     return [[step for step, _ in series], [float(f"{value:.{DIGITS}g}") for _, value in series]]
+
+
+def _write_rows(rows: dict[tuple[str, str], Row], path: Path) -> None:
+    replace_file(path, gzip.compress(b"".join(to_json(row) + b"\n" for row in rows.values()), mtime=0))
 
 
 def _read_rows(path: Path) -> list[Row]:

@@ -16,7 +16,7 @@ LINE = [
     *("training/tracking", "training/optim", "training/parallel", "training/estimate", "training/precision"),
     *("training/checkpoint", "training", "training/doctor"),
     *("benchmarks/records", "benchmarks/report", "benchmarks/compare", "benchmarks/plan"),
-    "benchmarks",
+    *("benchmarks", "benchmarks/saves"),
 ]
 LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "nvdlfw_inspect"}
 SOURCES = [

@@ -1,0 +1,57 @@
+"""benchmarks.saves: every kind of save is measured beside training, recorded and reported."""
+
+import json
+import shlex
+
+import datasets
+import pytest
+from fp8_suite.benchmarks.records import add
+from fp8_suite.benchmarks.records.table import read_table, read_texts
+from fp8_suite.benchmarks.saves.main import KINDS, main
+from fp8_suite.benchmarks.saves.measure import Interval, compare
+
+FLAGS = "--model_name tiny-llama --max_seq_length 32 --batch_size 1 --num_workers 0 --num_proc 1"
+
+
+def test_every_kind_is_measured_and_recorded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # restores it
+    folder, table = tmp_path / "tiny", tmp_path / "records.jsonl.gz"
+    assert main(shlex.split(f"{FLAGS} --steps 4 --repeats 1 --output_dir {folder}")) == 0
+    printed = capsys.readouterr().out
+    record = json.loads((folder / "record.json").read_text())
+    assert [row["kind"] for row in record["saves"]] == list(KINDS)
+    sync, background, torchs = record["saves"]
+    assert [sync["gb"], torchs["gb"]] == pytest.approx([background["gb"]] * 2, rel=0.1)
+    assert sync["blocked"] >= sync["published"] * 0.9, "a synchronous save ends before the next step"
+    assert all(row["published"] > 0 and len(row["added_each"]) == 2 for row in record["saves"])
+    assert record["disk_bytes_per_second"]["buffered"] > 0 and record["environment"]["versions"]["torch"]
+    assert not [path for path in folder.iterdir() if path.is_dir()], "no checkpoint and no cache is left"
+    assert add.main([str(folder), "--study", "saves", "--table", str(table)]) == 0
+    assert record["text"] in printed and "| torch " in record["text"]
+    assert read_texts("saves", table) == {"tiny": record["text"]} and read_table("saves", table) == []
+
+
+def test_time_is_compared_with_the_steps_around():
+    def interval(seconds, published=0.0, size=0):
+        ends = [sum(seconds[: n + 1]) for n in range(len(seconds))]
+        return Interval(0.0, ends, published=published, blocked=0.5, size=size)
+
+    undisturbed = [interval([1.0] * 6), interval([1.0] * 6)]
+    saves = [interval([9.0] + [1.0] * 6), interval([2.0, 1.1, 1.1, 1.1, 1.0, 1.0, 1.0], 5.5, size=11e9)]
+    row = compare(saves, undisturbed)
+    expected = {"added_first": 8.0, "added": 1.3, "slowdown": 0.1, "gb_per_second": 2.0, "blocked": 0.5}
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "--output_dir"),
+        ("--output_dir out --steps 3", "--steps 3"),
+        ("--output_dir out --async_save", "--async_save"),
+    ],
+)
+def test_bad_settings_are_refused(flags, message, capsys):
+    assert main(shlex.split(flags)) == 2
+    assert message in capsys.readouterr().err
