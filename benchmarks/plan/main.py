@@ -17,7 +17,7 @@ from typing import Any
 from fp8_suite.benchmarks.plan.limits import limits_table
 from fp8_suite.benchmarks.plan.predict import Plan, alternatives, make_plan
 from fp8_suite.benchmarks.records.launch import command_parser
-from fp8_suite.benchmarks.records.variants import split_flags
+from fp8_suite.benchmarks.records.variants import given_settings, split_flags
 from fp8_suite.benchmarks.report.tables import markdown
 from fp8_suite.core.errors import UserError, bad_setting, counted
 from fp8_suite.core.gpus import PLANNED, Gpu, find_gpu
@@ -25,6 +25,7 @@ from fp8_suite.core.recipes import RECIPES, costs_of
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config, parse_config
 from fp8_suite.training.estimate.advice import way_out
+from fp8_suite.training.estimate.memory import checkpoint_bytes
 from fp8_suite.training.estimate.sizes import (
     UNCOMPILED,
     auto_settings,
@@ -43,6 +44,7 @@ GPU_FLAGS = {
     "link_gbs": ("link_bandwidth", 1e9, "for another GPU: NVLink or PCIe bandwidth in GB/s, one direction"),
 }
 LARGEST = 1e18  # number in a flag
+DISK_GBS = 1.0  # rate of writing checkpoints, if only --save_interval is given
 COLUMNS = (
     *("GPUs", "mode", "peak GB", "largest micro-batch"),
     *("step ms", "tokens/s", "TFLOP/s", "MFU BF16 / FP8"),
@@ -65,6 +67,8 @@ def run(argv: list[str]) -> str:
         raise bad_setting("needs --tokens; add it", price_per_gpu_hour=price)
     cfg = parse_config(training, prog=PROG, description=__doc__)
     gpu = read_gpu(args, cfg)
+    if args.disk_gb_per_second is None and "save_interval" in given_settings(training, PROG, owned=()):
+        args.disk_gb_per_second = DISK_GBS
     plans, refused = _make_plans(cfg, gpu, args)
     tables = _tables(plans, args.tokens, args.price_per_gpu_hour)
     choices = [f"\n{_gpus(plan)}: {plan.sizing.describe()}" for plan in plans if plan.sizing.is_choice]
@@ -80,7 +84,7 @@ def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[P
     for gpus in args.gpus:
         try:
             cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
-            plans.append(make_plan(cfg, gpu, gpus=gpus, **cluster))
+            plans.append(make_plan(cfg, gpu, gpus=gpus, **cluster, disk_gbs=args.disk_gb_per_second))
             if (names := auto_settings(cfg)) and _exceeds_counts(plans[-1]):  # training refuses it too
                 raise bad_setting(f"{UNCOMPILED}; give a value", **dict.fromkeys(names, AUTO))
         except UserError as error:
@@ -105,7 +109,12 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     parameters, optim = setup.model.parameters, setup.cfg.optim
     level = plans[0].sizing.requested.cfg.model.recomputation
     size = f"{parameters / 1e9:.2f} billion" if parameters > 1e8 else f"{parameters / 1e6:.2f} million"
-    head = [*COLUMNS, *["days"] * bool(tokens), *["cost"] * bool(tokens and price)]
+    head = [
+        *COLUMNS,
+        *["goodput"] * bool(plans[0].disk_gbs),
+        *["days"] * bool(tokens),
+        *["cost"] * bool(tokens and price),
+    ]
     split = f"{optim.batch_size} x {setup.cfg.data.max_seq_length} tokens per micro-batch and GPU, "
     split += f"{counted_micro_batches(setup.accumulation)} per step"
     if plans[0].sizing.is_choice:
@@ -115,6 +124,7 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
         f"{f', --recompute {level}' if level not in ('none', AUTO) else ''}; {gpu.memory_gb:g} GB per GPU",
         "",
         markdown(head, [_row(plan, tokens, price) for plan in plans]),
+        *_saves(plans[0]),
         "",
         _parts("GB per GPU", plans, lambda plan: plan.memory, 1e9),
     ]
@@ -131,10 +141,13 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
 def _row(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
     start = [f"{plan.setup.gpus:,}", plan.setup.mode, f"{plan.peak / 1e9:.1f}", f"{plan.largest_batch:,}"]
     if not plan.fits:
-        return [*start, "does not fit", *["-"] * (3 + bool(tokens) + bool(tokens and price))]
+        optional = bool(plan.disk_gbs) + bool(tokens) + bool(tokens and price)
+        return [*start, "does not fit", *["-"] * (3 + optional)]
     shares = [plan.tflops / peak for peak in (plan.gpu.bf16_tflops, plan.gpu.fp8_tflops) if peak]
     row = [*start, f"{1e3 * plan.step:,.0f}", f"{plan.tokens_per_second:,.0f}", f"{plan.tflops:.0f}"]
     row += [" / ".join(f"{share:.1%}" for share in shares)]
+    if plan.disk_gbs:
+        row += [f"{plan.goodput:.1%}"]
     if tokens:
         days = plan.days(tokens)
         row += [f"{days:,.1f}" if days >= 10 else f"{days:.2g}"]
@@ -142,6 +155,15 @@ def _row(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
             cost = days * 24 * plan.setup.gpus * price
             row += [f"{cost:,.0f}" if cost >= 10 else f"{cost:.2g}"]
     return row
+
+
+def _saves(plan: Plan) -> list[str]:
+    """Describe a save, if saves are planned."""
+    if not plan.disk_gbs:
+        return []
+    size, every = checkpoint_bytes(plan.setup) / 1e9, plan.setup.cfg.checkpoint.save_interval
+    rate = f"{plan.save_seconds:,.0f} s at {plan.disk_gbs:g} GB/s"
+    return ["", f"--save_interval {every}: a checkpoint has {size:,.1f} GB and is written in {rate}."]
 
 
 def _parts(title: str, plans: list[Plan], read: Callable[[Plan], dict[str, float]], scale: float) -> str:
@@ -247,6 +269,10 @@ def build_parser() -> argparse.ArgumentParser:
         add(f"--{flag}", type=_positive, metavar="X", help=text)
     network = "network bandwidth per GPU in GB/s, one direction (default: 50, or 400 Gbit/s; assumed by auto)"
     add("--network_gbs", type=_positive, default=NETWORK_BANDWIDTH / 1e9, metavar="X", help=network)
+    disk = (
+        "disk bandwidth in GB/s for --save_interval, over all nodes; adds a column with goodput (default: 1; "
+    )
+    add("--disk_gb_per_second", type=_positive, metavar="X", help=f"{disk}2.6 was measured on an H100 host)")
     tokens = "training tokens, such as 15e12; adds a column with days"
     add("--tokens", type=_positive, metavar="X", help=tokens)
     price = "price in any currency; adds a column with the cost of --tokens"

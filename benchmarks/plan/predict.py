@@ -9,10 +9,11 @@ from fp8_suite.benchmarks.plan.inputs import size_run
 from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.core.gpus import Gpu
 from fp8_suite.te_models.shape import model_flops
+from fp8_suite.training.checkpoint.settings import parse_save_interval
 from fp8_suite.training.config import Config, config_from_dict
 from fp8_suite.training.estimate.activations import host_activations
 from fp8_suite.training.estimate.advice import Changes, describe, ways_out
-from fp8_suite.training.estimate.memory import host_state, peak
+from fp8_suite.training.estimate.memory import checkpoint_bytes, host_state, peak
 from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.sizes import Sizing, for_tensors
 from fp8_suite.training.estimate.step_time import NETWORK_BANDWIDTH, step_seconds
@@ -29,6 +30,7 @@ class Plan:
     network_gbs: float
     memory: dict[str, float]
     seconds: dict[str, float]
+    disk_gbs: float | None = None  # rate of writing checkpoints; None: saves take no time
 
     @property
     def setup(self) -> TrainingSetup:
@@ -68,8 +70,24 @@ class Plan:
         flops = model_flops(self.setup.model.shape, tokens=tokens, sum_squared_lengths=tokens * length)
         return flops / self.step / 1e12
 
+    @property
+    def save_seconds(self) -> float:
+        """Time to write a checkpoint."""
+        return checkpoint_bytes(self.setup) / 1e9 / self.disk_gbs if self.disk_gbs else 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Share of wall time in steps: training waits for synchronous saves, and for a save still pending."""
+        checkpoint = self.setup.cfg.checkpoint
+        steps, interval = parse_save_interval(checkpoint.save_interval)
+        if not (steps or interval):
+            return 1.0
+        training = steps * self.step or max(interval, self.step)  # between two saves
+        blocked = max(self.save_seconds - training, 0.0) if checkpoint.async_save else self.save_seconds
+        return training / (training + blocked)
+
     def days(self, tokens: float) -> float:
-        return tokens / (self.tokens_per_second * 86_400)
+        return tokens / (self.tokens_per_second * self.goodput * 86_400)
 
     def host_gb(self) -> tuple[float, float]:
         """Host memory per node in GB: always, and in addition while saving a checkpoint."""
@@ -79,7 +97,13 @@ class Plan:
 
 
 def make_plan(
-    cfg: Config, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8, network_gbs: float = NETWORK_BANDWIDTH / 1e9
+    cfg: Config,
+    gpu: Gpu,
+    *,
+    gpus: int,
+    gpus_per_node: int = 8,
+    network_gbs: float = NETWORK_BANDWIDTH / 1e9,
+    disk_gbs: float | None = None,
 ) -> Plan:
     """Predict a run on `gpus` GPUs. UserError for settings that the planner or training refuses."""
     if limit := cfg.sharding.memory_limit_gb:
@@ -89,7 +113,7 @@ def make_plan(
         gpu = gpu._replace(memory_gb=limit)
     sizing = size_run(cfg, gpu=gpu, gpus=gpus, gpus_per_node=gpus_per_node)
     seconds = step_seconds(sizing.chosen, gpu, network=network_gbs * 1e9)
-    return Plan(sizing, gpu, network_gbs, peak(sizing.chosen), seconds)
+    return Plan(sizing, gpu, network_gbs, peak(sizing.chosen), seconds, disk_gbs)
 
 
 def alternatives(plan: Plan) -> dict[str, Plan]:

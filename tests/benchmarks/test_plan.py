@@ -26,10 +26,13 @@ GATHERED_IN_FP8 = FP8 | {"fp8_scenario": "current", "sharding_mode": "fsdp_full"
 AUTO = "--batch_size auto --recompute auto"
 
 
-def plan_of(model=LLAMA_8B, *, gpus=1, gpus_per_node=8, gpu="H200", network_gbs=50.0, **settings):
+def plan_of(
+    model=LLAMA_8B, *, gpus=1, gpus_per_node=8, gpu="H200", network_gbs=50.0, disk_gbs=None, **settings
+):
     defaults = {"model_name": model, "batch_size": 1, "max_seq_length": 8192, "use_te": True}
     cfg = config_from_dict(defaults | settings)
-    return make_plan(cfg, GPUS[gpu], gpus=gpus, gpus_per_node=gpus_per_node, network_gbs=network_gbs)
+    rates = {"network_gbs": network_gbs, "disk_gbs": disk_gbs}
+    return make_plan(cfg, GPUS[gpu], gpus=gpus, gpus_per_node=gpus_per_node, **rates)
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +157,39 @@ def test_rates_days_and_cost_by_hand():
     text = run(f"--model_name {LLAMA_8B} {flags} --gpus 8 --tokens 1e12 --price_per_gpu_hour 2.5".split())
     cost = f"{plan.days(1e12) * 24 * 8 * 2.5:,.0f}"
     assert re.search(rf"\| {plan.days(1e12):,.1f} +\| {re.escape(cost)} +\|", text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({"save_interval": 0}, lambda steps, save: 1),
+        ({"save_interval": 500}, lambda steps, save: 1),  # 48 s of writing in 274 s of steps
+        ({"save_interval": 50}, lambda steps, save: steps / save),
+        ({"save_interval": 50, "async_save": False}, lambda steps, save: steps / (steps + save)),
+        ({"save_interval": "0.5m"}, lambda steps, save: 30 / save),
+        ({"save_interval": "0.5m", "async_save": False}, lambda steps, save: 30 / (30 + save)),
+    ],
+)
+def test_goodput_of_saves_by_hand(settings, share):
+    """12 bytes a parameter: BF16 weight, remainder of its master, two moments in FP32."""
+    plan = plan_of(**FP8, **settings, disk_gbs=2.0)
+    assert plan.goodput == pytest.approx(share(50 * plan.step, 12 * N8 / 2e9))
+
+
+def test_days_and_cost_include_saves_on_request():
+    flags = f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --batch_size 1 --max_seq_length 8192"
+    command = f"{flags} --gpus 1,8 --gpu H100 --tokens 1e12 --price_per_gpu_hour 2 --moment_dtype fp8".split()
+    assert "goodput" not in run(command)
+    text = run([*command, "--save_interval", "40"])
+    plan = plan_of(gpus=8, gpu="H100", moment_dtype="fp8", **FP8)
+    saving = (6 + 2 / 64) * N8 / 1e9
+    goodput = 40 * plan.step / saving
+    days = plan.days(1e12) / goodput
+    assert re.search(
+        rf"\| {goodput:.1%} +\| {days:,.1f} +\| {days * 24 * 8 * 2:,.0f} +\|$", text, re.MULTILINE
+    )
+    assert f"a checkpoint has {saving:.1f} GB and is written in {saving:.0f} s at 1 GB/s" in text
+    assert f" in {saving / 2.6:.0f} s at 2.6 GB/s" in run([*command, "--disk_gb_per_second", "2.6"])
 
 
 @pytest.mark.parametrize(

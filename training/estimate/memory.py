@@ -164,10 +164,9 @@ def host_capacity(setup: TrainingSetup) -> float:
 
 
 def checkpoint_bytes(setup: TrainingSetup) -> float:
-    """Return the bytes of weights, masters and moments in a checkpoint."""
+    """Return the bytes of a checkpoint: BF16 weights, 16-bit remainders of their masters, and moments."""
     optimizer = setup.optimizer
-    per_parameter = optimizer.parameter_dtype.itemsize + optimizer.master_bytes + optimizer.moment_bytes
-    return per_parameter * setup.model.parameters
+    return (2 + 2 * optimizer.master_weights + optimizer.moment_bytes) * setup.model.parameters
 
 
 def staging_bytes(setup: TrainingSetup, *, copies_host: bool) -> float:
