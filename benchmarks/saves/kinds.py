@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +23,6 @@ class Kind(Protocol):
     def save(self, step: int) -> None: ...  # start
     def before_update(self) -> None: ...  # wait until the state may change
     def finish(self) -> None: ...  # wait until it is complete
-    def discard(self, folder: Path) -> None: ...  # unless the kind keeps one checkpoint; on one process
     def close(self) -> None: ...  # free host memory
 
 
@@ -43,8 +41,6 @@ class Suite:
 
     def finish(self) -> None:
         self.saver.finish()
-
-    def discard(self, folder: Path) -> None: ...
 
     def close(self) -> None:
         self.saver.stager = None
@@ -88,9 +84,6 @@ class Torch:
     def finish(self) -> None:
         self.pending.upload_completion.result()
         self.pending = None
-
-    def discard(self, folder: Path) -> None:
-        shutil.rmtree(folder)
 
     def close(self) -> None:
         self.options["async_stager"].close()

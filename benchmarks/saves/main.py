@@ -7,7 +7,7 @@
 It trains in --output_dir, whose disk is measured, on made-up rows, and writes record.json there. Any training
 flag may be added. The kinds of saves: `sync`, `async` (the default in training), and `torch`, which is
 torch.distributed.checkpoint.async_save with staging in pinned memory and torch's own file format. The first
-save of a kind may have to allocate memory, so it is reported apart.
+save of a kind may have to allocate memory, so it is reported apart. The disk needs room for one checkpoint.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def train(trainer: Trainer, steps: int, saves: Kind | None = None) -> Interval:
         saves.finish()
     interval.published = published[0]
     interval.size = ranks.run_on_rank0(lambda: sum(file.stat().st_size for file in path.parent.iterdir()))
-    ranks.run_on_rank0(lambda: saves.discard(path.parent))
+    ranks.run_on_rank0(lambda: shutil.rmtree(path.parent))
     return interval
 
 
