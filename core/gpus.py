@@ -1,9 +1,14 @@
-"""Table of GPUs: peaks, memory and bandwidths. Importing this module must not import torch."""
+"""Table of GPUs: peaks, memory and bandwidths; opening one. Importing this module must not import torch."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 from typing import Literal, NamedTuple
+
+HOPPER = (9, 0)  # compute capability
+MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_* in <cuda.h>
 
 
 class Gpu(NamedTuple):
@@ -88,3 +93,22 @@ def peak_tflops(device_name: str, precision: Literal["bf16", "fp8"]) -> float | 
     """Return the dense peak of one GPU in TFLOP/s; None for an unknown GPU or an unsupported precision."""
     gpu = installed_gpu(device_name)
     return getattr(gpu, f"{precision}_tflops") if gpu else None
+
+
+def open_gpu(index: int) -> tuple[int, int] | None:
+    """Open the context on a GPU, for PyTorch to use later. Return its compute capability, or None."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as PyTorch sets it before it opens a GPU
+    device, context, major, minor = (ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int())
+    calls = (
+        lambda: cuda.cuInit(0),
+        lambda: cuda.cuDeviceGet(ctypes.byref(device), index),
+        lambda: cuda.cuDeviceGetAttribute(ctypes.byref(major), MAJOR, device),
+        lambda: cuda.cuDeviceGetAttribute(ctypes.byref(minor), MINOR, device),
+        lambda: cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+    )
+    failed = any(call() for call in calls)  # the first error code ends it; PyTorch will report it
+    return None if failed else (major.value, minor.value)

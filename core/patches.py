@@ -131,6 +131,12 @@ CHANGES = (
         tested_by="tests/training/test_launch.py",
     ),
     Change(
+        "environment: CUDA_MODULE_LOADING, unless the user set it",
+        "CUDA is initialized before PyTorch, which sets it then",
+        by="core/gpus.py:open_gpu",
+        tested_by="tests/training/test_launch.py",
+    ),
+    Change(
         "environment: CUBLAS_WORKSPACE_CONFIG, NVTE_ALLOW_NONDETERMINISTIC_ALGO",
         "--deterministic; cuBLAS and TE read them once, before the first CUDA call",
         by="training/run.py:_seed",
@@ -145,7 +151,7 @@ CHANGES = (
     Change(
         "environment: FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED, FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
         "FlashAttention 4 compiles its kernels once on a machine, not at every start",
-        by="te_models/kernels/flash_attention.py:cache_on_disk",
+        by="te_models/kernels/flash_attention_cache.py:cache_on_disk",
         tested_by="tests/gpu/test_flash_attention.py",
     ),
     Change(

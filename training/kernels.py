@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.packages import software
-from fp8_suite.te_models.kernels import flash_attention, fused_swiglu, loss_fp8, packed_attention, rope
+from fp8_suite.te_models.kernels import (
+    flash_attention,
+    flash_attention_cache,
+    fused_swiglu,
+    loss_fp8,
+    packed_attention,
+    rope,
+)
 from fp8_suite.te_models.kernels.selection import Kernels, on_hopper
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config
@@ -69,8 +76,9 @@ def _flash_attention_applies(run: KernelInputs) -> bool:
 def _test_flash_attention(
     native: bool, packed: bool, deterministic: bool, heads: tuple[int, int, int]
 ) -> str | None:
-    if not flash_attention.compiled():
+    if not flash_attention_cache.compiled():
         print_rank0("compiling FlashAttention 4's kernels, once on this machine")
+    flash_attention_cache.wait_for_compilers()
     if not native:
         return packed_attention.self_test(*heads)
     return flash_attention.self_test_te(*heads, packed=packed, deterministic=deterministic)

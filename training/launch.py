@@ -7,14 +7,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, NoReturn
 
+from fp8_suite.core import read_ahead
 from fp8_suite.core.errors import UserError
+from fp8_suite.core.gpus import HOPPER, open_gpu
 from fp8_suite.core.hub import require_folder
+from fp8_suite.core.readers import UnreadableFile, read_json
 from fp8_suite.core.redact import redact
 from fp8_suite.data.reading.formats import named_file
-from fp8_suite.te_models.presets import require_model
+from fp8_suite.te_models.kernels import flash_attention_cache
+from fp8_suite.te_models.presets import PRESETS, require_model
 from fp8_suite.training.config import Config, parse_config
 from fp8_suite.training.estimate.sizes import check_number_of_ranks
 from fp8_suite.training.parallel.settings import read_deepspeed_config
@@ -27,6 +34,7 @@ def launch(description: str, *, start: Callable[[Config], torch.device], started
     """Run the command and exit the process. For `start` and `started` see `training.run.main`."""
     cfg = parse_early(description)
     allow_expandable_segments()
+    Thread(target=_work_ahead, args=(cfg,), daemon=True).start()
     # While libraries load, Ctrl-C ends the process at once: they turn a KeyboardInterrupt into other errors.
     if (interrupt := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -44,6 +52,34 @@ def allow_expandable_segments() -> None:
     """Lose less memory to fragmentation. PyTorch reads the variable when it is imported."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def _work_ahead(cfg: Config | None) -> None:
+    """Read libraries, open the GPU and compile kernels beside the imports. The run redoes whatever fails.
+
+    `cfg` is None under torchrun.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank == 0 and Path("/dev/nvidiactl").exists():
+        read_ahead.start()
+    capability = open_gpu(local_rank)
+    if cfg and capability == HOPPER and not flash_attention_cache.compiled():
+        with suppress(UnreadableFile, LookupError, TypeError):  # not a preset, or no config.json of a decoder
+            for arguments in kernels_to_compile(cfg):
+                flash_attention_cache.start_compiler(*arguments)
+
+
+def kernels_to_compile(cfg: Config) -> list[tuple[int, int, int, bool, bool]]:
+    """Return arguments for `flash_attention_cache.start_compiler`, one for each process."""
+    name = cfg.model.model_name
+    if not (cfg.model.use_te and cfg.model.flash_attention and find_spec("flash_attn")):
+        return []
+    config = PRESETS.get(name) or read_json(Path(name) / "config.json")
+    heads = config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    forms = dict.fromkeys((cfg.data.packing, False))  # packed runs also have unpacked batches
+    return [(heads, groups, size, packed, cfg.optim.deterministic) for packed in forms]
 
 
 def parse_early(description: str) -> Config | None:

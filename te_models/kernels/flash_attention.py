@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ import torch.nn.functional as F
 from fp8_suite.core.errors import first_line
 from fp8_suite.core.packages import version
 from fp8_suite.core.patches import FLASH_ATTENTION_4_OFF, FLASH_ATTENTION_4_ON
+from fp8_suite.te_models.kernels import flash_attention_cache
 from fp8_suite.te_models.kernels.selection import on_hopper
 from torch import Tensor
 
@@ -31,7 +34,6 @@ PACKAGE = "flash-attn-4"
 MODULE = "flash_attn.cute.interface"
 INSTALL = f"pip install '{PACKAGE}[cu13]==4.0.0b29'"
 TE_SWITCHES = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4")
-CACHE = Path("~/.cache/flash_attention_4")  # compiled kernels; compiling takes 14 s at every start
 # T tokens, N sequences, S tokens per row, H query heads, G key/value groups, K head size.
 # Arguments: q [T, H, K], k and v [T, G, K], cu_seqlens [N+1] int32, longest sequence; returns [T, H, K].
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
@@ -53,26 +55,11 @@ def installed() -> str | None:
     return version(PACKAGE)
 
 
-def compiled() -> bool:
-    """True if compiled kernels are cached, of this or another model."""
-    return any(_cache().rglob("*.o"))  # an import makes folders
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", CACHE)).expanduser()
-
-
-def cache_on_disk() -> None:
-    """Cache compiled kernels on disk; call before the import, also before that of Transformer Engine."""
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_cache()))
-
-
 @functools.cache
 def interface() -> Any:
     """Import FlashAttention 4."""
     warnings.filterwarnings("ignore", message=".*cannot be converted to a JitArgument")
-    cache_on_disk()
+    flash_attention_cache.cache_on_disk()
     return importlib.import_module(MODULE)
 
 
@@ -138,7 +125,7 @@ def self_test(attend: Attend, heads: int, groups: int, head_size: int, device: s
         results = _with_gradients(lambda *inputs: attend(*inputs, cu_seqlens, length), inputs, grad)
     except Exception as error:  # from its import, compiler, cache or a changed signature
         reason = f"{PACKAGE} {installed()} fails ({first_line(error)})"
-        return f"{reason}: {INSTALL}, or delete its compiled kernels in {_cache()}"
+        return f"{reason}: {INSTALL}, or delete its compiled kernels in {flash_attention_cache.folder()}"
     expected = _with_gradients(reference, [t.float() for t in inputs], grad.float())
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(results, expected, strict=True)]
     if not all(error < 0.02 for error in errors):  # false for NaN
@@ -152,3 +139,41 @@ def _with_gradients(attend: Callable[..., Tensor], inputs: list[Tensor], grad: T
         leaves = [t.detach().requires_grad_() for t in inputs]
         out = attend(*leaves)
         return [t.detach().float() for t in (out, *torch.autograd.grad(out, leaves, grad))]
+
+
+# Compiling beside other work, see `flash_attention_cache`
+
+
+def compile_for_te(heads: int, groups: int, head_size: int, packed: bool, deterministic: bool) -> None:
+    """Compile the kernels of a forward and backward pass of TE's layers, without a GPU.
+
+    It changes FlashAttention, so it needs a process of its own.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for function in (interface().FlashAttnFunc, interface().FlashAttnVarlenFunc):
+        function.apply = _forward_and_backward(function)
+    with FakeTensorMode(), torch.no_grad():
+        q, k, v = (
+            torch.empty(320, n, head_size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            for n in (heads, groups, groups)
+        )
+        cu_seqlens = torch.empty(3, dtype=torch.int32, device="cuda")
+        as_te_calls(packed=packed, deterministic=deterministic)(q, k, v, cu_seqlens, 160)
+
+
+def _forward_and_backward(function: Any) -> Any:
+    """Return the autograd function's `apply` without autograd, which needs a GPU also for fake tensors."""
+
+    def apply(*arguments: Any) -> Any:
+        context = SimpleNamespace(set_materialize_grads=lambda value: None)
+        context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
+        results = function.forward(context, *arguments)
+        function.backward(context, results[0].clone(), None)
+        return results
+
+    return apply
+
+
+if __name__ == "__main__":
+    compile_for_te(*json.loads(sys.argv[1]))

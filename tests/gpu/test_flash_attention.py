@@ -2,10 +2,13 @@
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from fp8_suite.te_models.kernels import flash_attention, packed_attention
+from fp8_suite.te_models.kernels import flash_attention, flash_attention_cache, packed_attention
 
 from tests.gpu.models import DEVICE
 from tests.gpu.test_run import SMALL, losses, train
@@ -48,6 +51,39 @@ def test_compiled_kernels_are_cached_on_disk(tmp_path, monkeypatch, layers):
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path / "cache"))
     train(tmp_path / "run", SMALL.replace("--use_te", layers).replace("--deterministic", "") + " --no_export")
     assert list((tmp_path / "cache").rglob("*.o"))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_kernels_compiled_without_a_gpu_are_those_of_a_run_and_compute_the_same_bits(tmp_path, packed):
+    """The run loads every kernel from the cache and compiles none."""
+    code = """
+import sys, torch
+from fp8_suite.te_models.kernels import flash_attention
+torch.manual_seed(0)
+q, k, v = (torch.randn(320, n, 64, device="cuda").bfloat16().requires_grad_() for n in (8, 2, 2))
+cu_seqlens = torch.tensor([0, 160, 320], device="cuda").int()
+attend = flash_attention.as_te_calls(packed=sys.argv[1] == "True")
+out = attend(q, k, v, cu_seqlens, 160)
+out.sum().backward()
+torch.save([out, q.grad, k.grad, v.grad], sys.argv[2])
+"""
+    results, names = [], []
+    for ahead in (True, False):
+        folder = tmp_path / str(ahead)
+        environment = os.environ | {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder)}
+        if ahead:
+            arguments = json.dumps([8, 2, 64, packed, False])
+            command = [sys.executable, "-m", flash_attention_cache.COMPILER, arguments]
+            subprocess.run(command, env=environment | flash_attention_cache.ON_CPU, check=True)
+            compiled = sorted(path.name for path in folder.rglob("*.o"))
+        command = [sys.executable, "-c", code, str(packed), str(tmp_path / "results")]
+        subprocess.run(command, env=environment, check=True)
+        names.append(sorted(path.name for path in folder.rglob("*.o")))
+        results.append(torch.load(tmp_path / "results"))
+    assert compiled == names[0] == names[1]
+    assert torch.equal(results[0][0], results[1][0])
+    for a, b in zip(*results, strict=True):  # gradients of queries are summed in any order
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 64), (8, 8, 128), (4, 1, 32)])

@@ -1,13 +1,20 @@
 """The training scripts parse their command line before torch is imported, once."""
 
+import ctypes
 import gc
+import subprocess
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fp8_suite.core import gpus
 from fp8_suite.core.packages import ROOT
+from fp8_suite.te_models.kernels import flash_attention_cache
+from fp8_suite.training import launch
+from fp8_suite.training.config import parse_config
 from fp8_suite.training.launch import parse_early
 
 from fp8_suite import train_fp8
@@ -68,3 +75,54 @@ def test_few_frames_lie_between_the_command_and_backward(monkeypatch, tmp_path):
     in_clone = [Path(file).relative_to(ROOT).parts for file in files if Path(file).is_relative_to(ROOT)]
     frames = [parts for parts in in_clone if parts[0] not in ("tests", ".venv")]
     assert frames[0] == ("fp8_suite", "train_fp8.py") and len(frames) <= 7, frames
+
+
+LLAMA = "--model_name meta-llama/Llama-3.1-8B --init random"
+PACKED, PADDED = (32, 8, 128, True, False), (32, 8, 128, False, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (f"{LLAMA} --use_te", [PACKED, PADDED]),  # packed runs also have unpacked batches
+        (f"{LLAMA} --use_te --no_packing", [PADDED]),
+        (f"{LLAMA} --use_te --no_flash_attention", []),
+        (LLAMA, []),
+    ],
+)
+def test_flash_attention_is_compiled_for_the_runs_layers(flags, expected, monkeypatch):
+    monkeypatch.setattr(launch, "find_spec", lambda name: object())
+    cfg = parse_config(flags.split(), prog="train_fp8.py", description="")
+    assert launch.kernels_to_compile(cfg) == expected
+
+
+@pytest.mark.parametrize("error", [0, 100])  # CUDA_ERROR_NO_DEVICE
+def test_a_gpu_is_opened_and_flash_attention_compiled_beside_the_imports(error, monkeypatch, tmp_path):
+    """What fails is left to the run. The compilers see no GPU."""
+    started = []
+
+    def attribute(value, number, device):
+        value._obj.value = {gpus.MAJOR: 9, gpus.MINOR: 0}[number]
+        return error
+
+    cuda = SimpleNamespace(cuDeviceGetAttribute=attribute)
+    cuda.cuInit = cuda.cuDeviceGet = cuda.cuDevicePrimaryCtxRetain = lambda *_: error
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: cuda)
+    monkeypatch.setattr(launch, "find_spec", lambda name: object())
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: started.append((command, env)))
+    monkeypatch.setattr(flash_attention_cache, "_compilers", [])
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
+    launch._work_ahead(parse_config(f"{LLAMA} --use_te".split(), prog="train_fp8.py", description=""))
+    assert len(started) == (0 if error else 2)
+    for (_, _, module, _), environment in started:
+        assert module == flash_attention_cache.COMPILER and environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_model_without_known_heads_is_not_compiled_ahead(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "open_gpu", lambda index: gpus.HOPPER)
+    monkeypatch.setattr(launch, "find_spec", lambda name: object())
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    for name in (tmp_path, "organisation/model-on-the-hub"):
+        flags = f"--model_name {name} --use_te"
+        launch._work_ahead(parse_config(flags.split(), prog="train_fp8.py", description=""))

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from fp8_suite.core.errors import first_line
 from fp8_suite.te_models.kernels.flash_attention import INSTALL as INSTALL_FLASH
-from fp8_suite.te_models.kernels.flash_attention import cache_on_disk
+from fp8_suite.te_models.kernels.flash_attention_cache import cache_on_disk
 
 INSTALL_TE = "pip install --no-build-isolation -r requirements-gpu.txt"
 MAPS = Path("/proc/self/maps")
