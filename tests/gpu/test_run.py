@@ -50,6 +50,16 @@ def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     return {k: t for f in files for k, t in load_file(f).items()}
 
 
+def test_saves_by_time_come_late_where_no_step_is_logged_and_change_no_losses(tmp_path):
+    """Step 2 is the first that begins 6 ms after training did; its flags are read after step 3."""
+    flags = f"{SMALL} --mixed_precision bf16 --no_export --eval_interval 0 --log_interval 100 --keep_last 20"
+    for name, interval in (("plain", "0"), ("timed", "0.0001m")):
+        train(tmp_path / name, f"{flags} --save_interval {interval}")
+    steps = {int(path.name[5:]) for path in (tmp_path / "timed/checkpoints").glob("step_*")}
+    assert min(steps) >= 3 and max(steps) == 12 and len(steps) > 2
+    assert losses(tmp_path / "timed") == losses(tmp_path / "plain")
+
+
 def test_a_memory_limit_is_kept(tmp_path):
     large = "--batch_size 64 --max_seq_length 1024 --memory_limit_gb"
     assert "out of memory" in train(tmp_path / "small", f"{SMALL} {large} 0.2", code=3)
