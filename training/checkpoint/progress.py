@@ -108,6 +108,11 @@ class WallTime:
             if len(self._kinds) == 1 and self.counted_until - self.written_at > WRITE_INTERVAL_SECONDS:
                 self._write()
 
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count time that is known only later, such as a wait of the GPU, as another kind."""
+        self.progress.seconds_by_kind[source] -= seconds
+        self.progress.seconds_by_kind[target] += seconds
+
     def end_start(self) -> None:
         """Count the time from here on as `other` instead of `start`. Call outside of phases."""
         self._count()

@@ -14,7 +14,6 @@ from fp8_suite.training.checkpoint.state import RunState, saved_state
 from fp8_suite.training.checkpoint.store import Checkpoints, PendingSave
 from fp8_suite.training.estimate.memory import host_capacity, offloaded_bytes, staging_bytes
 from fp8_suite.training.estimate.setup import TrainingSetup
-from fp8_suite.training.optim.adamw import local
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.strategies import Strategy
@@ -85,7 +84,7 @@ class CheckpointSaver:
         """Allocate the memory of saves in the background. Call when the optimizer state exists."""
         if isinstance(self.stager, Stager):
             tensors, _ = saved_state(self.run, self.scaling.state())
-            self.stager.reserve([local(tensor).nbytes for tensor in tensors.values()])
+            self.stager.reserve(tensors)
 
     def save(self, step: int, eval_loss: float | None) -> None:
         """Save this step. With a stager only begin to: `before_update` must precede the next update."""
@@ -127,6 +126,7 @@ class CheckpointSaver:
             pending.finish()
         finally:
             self.before_update()
+            self.wall_time.move(self.stager.gpu_waited(), "steps", "saving")
             self.stager.release()
         return time.perf_counter() - began
 

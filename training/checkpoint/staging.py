@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 from fp8_suite.core.errors import bad_setting
@@ -35,57 +33,69 @@ class Stager(AsyncStager):
     def __init__(self, device: torch.device, *, copies_host: bool = True):
         self.device, self.copies_host = device, copies_host
         self.api = torch.get_device_module(device)  # streams and events of torch.cpu do nothing
-        self.stream, self.copied = self.api.Stream(), self.api.Event()
-        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="staging")
-        self.free: dict[int, list[Tensor]] = {}  # host memory by bytes
-        self.lent: list[Tensor] = []
+        timed = {"enable_timing": True} if device.type == "cuda" else {}
+        self.stream = self.api.Stream()
+        # The GPU's copies are done; it has done what precedes the update.
+        self.copied, self.arrived = self.api.Event(**timed), self.api.Event(**timed)
+        self.threads = ThreadPoolExecutor(
+            THREADS, "staging", initializer=self.api.set_device, initargs=(device,)
+        )
+        # Memory by its user: bytes, and whether the GPU writes to it.
+        self.free: dict[tuple[int, bool], list[Tensor]] = {}
+        self.lent: list[tuple[tuple[int, bool], Tensor]] = []
         self.copies: list[Future] = []  # within host memory, of the save that has begun
         self.unread = threading.Event()  # no save reads the state itself, rather than a copy
         self.unread.set()
-        self.reserved: threading.Thread | None = None
+        self.reserved: Future[None] | None = None
 
-    def reserve(self, sizes: Iterable[int]) -> None:
-        """Allocate memory for tensors of these bytes in the background: page-locking takes 0.3 s a GB."""
+    def reserve(self, state: dict[str, Tensor]) -> None:
+        """Allocate the memory for copies of `state` in the background, as page-locking takes time."""
+        users = [_user(local(tensor)) for tensor in state.values() if self._copies(local(tensor))]
 
         def allocate() -> None:
-            self.api.set_device(self.device)  # of a new thread; torch.cpu ignores it
-            for size in sizes:
-                self.free.setdefault(size, []).append(self._allocate(size))
+            for user in users:
+                self.free.setdefault(user, []).append(_allocate(*user))
 
-        self.reserved = threading.Thread(target=allocate, name="page-locking", daemon=True)
-        self.reserved.start()
+        self.reserved = self.threads.submit(allocate)
 
     def stage(self, state: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
         """Start to copy. The state must not change before `finish_copies`."""
         if self.reserved:
-            self.reserved.join()
+            self.reserved.result()
         self.reserved, self.copies = None, []
         staged, sources = {}, []  # sources: keep temporary tensors until they are copied
         self.stream.wait_stream(self.api.current_stream())
         with self.api.stream(self.stream):
             for key, tensor in state.items():
-                source = as_bytes(local(tensor))
-                if not (source.is_cuda or self.copies_host or len(source) < SMALL):
+                shard = local(tensor)
+                if not self._copies(shard):
                     self.unread.clear()
                     staged[key] = tensor
                     continue
-                copy = self._take(len(source))
+                source, copy = as_bytes(shard), self._take(_user(shard))
                 if source.is_cuda:
                     copy.copy_(source, non_blocking=True)
                 else:
                     self._copy_in_threads(copy, source)
                 sources.append(source)
-                staged[key] = moments.with_layout(_like(copy, local(tensor)), tensor)
+                staged[key] = moments.with_layout(copy.view(shard.dtype).view(shard.shape), tensor)
             self.copied.record(self.stream)
         return self.threads.submit(self._wait, staged, sources, self.copies)
 
     def finish_copies(self) -> None:
         """Let the next update wait for the copies: the stream for the GPU's, this thread for the others."""
+        self.arrived.record(self.api.current_stream())
         self.api.current_stream().wait_event(self.copied)
         for copy in self.copies:
             copy.result()
         self.copies = []
         self.unread.wait()
+
+    def gpu_waited(self) -> float:
+        """Return the seconds for which the GPU waited for copies before the update, once they are done."""
+        if self.device.type != "cuda" or not self.arrived.query():
+            return 0.0
+        return max(0.0, self.arrived.elapsed_time(self.copied) / 1e3)
 
     def end_reading(self) -> None:
         """Note that the files of the save are written, or that it has failed."""
@@ -93,12 +103,12 @@ class Stager(AsyncStager):
 
     def release(self) -> None:
         """Take back the memory of a save that has ended."""
-        for memory in self.lent:
-            self.free.setdefault(len(memory), []).append(memory)
+        for user, memory in self.lent:
+            self.free.setdefault(user, []).append(memory)
         self.lent = []
 
-    def close(self) -> None:
-        self.threads.shutdown()
+    def _copies(self, shard: Tensor) -> bool:
+        return shard.is_cuda or self.copies_host or shard.nbytes < SMALL
 
     def _wait(
         self, staged: dict[str, Tensor], sources: list[Tensor], copies: list[Future]
@@ -109,26 +119,30 @@ class Stager(AsyncStager):
         sources.clear()
         return staged
 
-    def _take(self, size: int) -> Tensor:
-        free = self.free.get(size)
-        memory = free.pop() if free else self._allocate(size)
-        self.lent.append(memory)
+    def _take(self, user: tuple[int, bool]) -> Tensor:
+        free = self.free.get(user)
+        memory = free.pop() if free else _allocate(*user)
+        self.lent.append((user, memory))
         return memory
-
-    def _allocate(self, size: int) -> Tensor:
-        on_gpu = self.device.type == "cuda"
-        if not on_gpu or size < SMALL:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
-        try:
-            return pinned(size)
-        except MemoryError as error:
-            raise bad_setting(f"{error}; use --no_async_save", async_save=True) from None
 
     def _copy_in_threads(self, copy: Tensor, source: Tensor) -> None:
         for start in range(0, len(source), PIECE):
             piece = source[start : start + PIECE]
             arguments = copy[start:].data_ptr(), piece.data_ptr(), len(piece)
             self.copies.append(self.threads.submit(ctypes.memmove, *arguments))
+
+
+def _user(shard: Tensor) -> tuple[int, bool]:
+    return shard.nbytes, shard.is_cuda
+
+
+def _allocate(size: int, for_gpu: bool) -> Tensor:
+    if size < SMALL or not for_gpu:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=for_gpu)
+    try:
+        return pinned(size)
+    except MemoryError as error:
+        raise bad_setting(f"{error}; use --no_async_save", async_save=True) from None
 
 
 class Unstaged(AsyncStager):
@@ -140,9 +154,8 @@ class Unstaged(AsyncStager):
         return future
 
     def finish_copies(self) -> None: ...
+    def gpu_waited(self) -> float:
+        return 0.0
+
     def end_reading(self) -> None: ...
     def release(self) -> None: ...
-
-
-def _like(memory: Tensor, tensor: Tensor) -> Any:
-    return memory.view(tensor.dtype).view(tensor.shape)

@@ -46,11 +46,11 @@ def test_a_copy_keeps_the_state_that_the_update_changes():
 @pytest.mark.parametrize("reserved", [False, True])
 def test_memory_is_allocated_once(reserved, monkeypatch):
     allocated = []
-    allocate = Stager._allocate
-    monkeypatch.setattr(Stager, "_allocate", lambda stager, n: allocated.append(n) or allocate(stager, n))
+    allocate = staging._allocate
+    monkeypatch.setattr(staging, "_allocate", lambda n, gpu: allocated.append(n) or allocate(n, gpu))
     stager, sizes = Stager(CPU), sorted(tensor.nbytes for tensor in state().values())
     if reserved:
-        stager.reserve(sizes)
+        stager.reserve(state())
     for _ in range(3):
         staged = stager.stage(state()).result()
         assert torch.equal(staged["columns"], state()["columns"])
