@@ -47,7 +47,12 @@ def build_te(spec: ModelSpec, options: BuildOptions) -> TECausalLM:
         options.shard(model)
         model.cache_fp8_weights_under_fsdp()
     model.materialize()
-    load_te(model, weight_source(spec, seed=options.seed, device=options.device))
+    if options.load_weights:
+        load_te(model, weight_source(spec, seed=options.seed, device=options.device))
+        return model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
     return model
 
 

@@ -32,6 +32,7 @@ class BuildOptions:
     packed: bool  # rows hold several sequences, separated by `cu_seqlens`
     max_positions: int  # length of the RoPE tables
     seed: int = 0  # for random weights
+    load_weights: bool = True  # False: TE layers start at zero, because a checkpoint follows
     compute_dtype: torch.dtype | None = None  # dtype of the forward pass, default `dtype`
     fp8_lm_head: bool = False
     recompute: str = "none"  # see `te_models.settings.recompute_levels`

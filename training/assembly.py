@@ -79,6 +79,7 @@ def _build_model(prepared: PreparedRun, dtypes: dict[str, torch.dtype]) -> nn.Mo
         dtype=dtypes["parameter_dtype"],
         device=strategy.device,
         seed=cfg.optim.seed,
+        load_weights=prepared.resume is None or strategy.owns_masters,
         compute_dtype=dtypes["compute_dtype"],
         fp8_lm_head=cfg.precision.fp8_lm_head,
         packed=cfg.data.packing,

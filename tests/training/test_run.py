@@ -24,6 +24,7 @@ from fp8_suite.core.errors import (
     EXIT_OUT_OF_MEMORY,
 )
 from fp8_suite.data.chat import Encoder
+from fp8_suite.te_models import build
 from fp8_suite.training import outcome, trainer
 from fp8_suite.training.checkpoint import progress
 from fp8_suite.training.checkpoint.resume import count_steps
@@ -167,6 +168,15 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(finished, tmp_pat
     assert same_bits(exported(again), exported(finished)) and same_bits(saved(again, 8), saved(finished, 8))
     meta, remeta = (record(f, "checkpoints/step_000008/meta.json") for f in (finished, again))
     assert all(meta[name] == remeta[name] for name in ("loader", "optimizer_steps"))
+
+
+def test_te_layers_are_restored_without_loading_the_model_s_weights_first(tmp_path, monkeypatch):
+    flags = "--use_te --mixed_precision fp8 --max_steps 4 --save_interval 2 --no_export"
+    first = train(tmp_path / "first", flags)
+    monkeypatch.setattr(build, "load_te", pytest.fail)
+    again = train(tmp_path / "again", f"{flags} --resume {first}/checkpoints/step_000002")
+    assert curve(again) == {step: loss for step, loss in curve(first).items() if step > 2}
+    assert same_bits(saved(again, 4), saved(first, 4))
 
 
 @pytest.fixture
