@@ -92,15 +92,6 @@ KERNELS = (
         fallback=None,
     ),
     OptionalKernel(
-        "flash_attention",
-        applies=_flash_attention_applies,
-        self_test=_test_flash_attention,
-        arguments=lambda run: (run.native, run.cfg.data.packing, run.cfg.optim.deterministic, run.heads),
-        fallback="FlashAttention 4 is not used",
-        on=lambda run: flash_attention.enabled_in_te() if run.native else nullcontext(),
-        off=lambda run: flash_attention.disabled_in_te() if run.native else nullcontext(),
-    ),
-    OptionalKernel(
         "qkv_rope",
         applies=lambda run: run.native,
         self_test=rope.self_test,
@@ -114,6 +105,15 @@ KERNELS = (
         self_test=fused_swiglu.self_test,
         fallback="SwiGLU is not fused with its FP8 casts",
         on=lambda run: fused_swiglu.enabled(),
+    ),
+    OptionalKernel(  # last, because its kernels may still be compiling
+        "flash_attention",
+        applies=_flash_attention_applies,
+        self_test=_test_flash_attention,
+        arguments=lambda run: (run.native, run.cfg.data.packing, run.cfg.optim.deterministic, run.heads),
+        fallback="FlashAttention 4 is not used",
+        on=lambda run: flash_attention.enabled_in_te() if run.native else nullcontext(),
+        off=lambda run: flash_attention.disabled_in_te() if run.native else nullcontext(),
     ),
 )
 
