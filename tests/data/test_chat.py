@@ -224,16 +224,6 @@ def test_batch_tokenization_matches_per_segment_tokenization(demo, chatml, split
             assert made.encode(samples, range(len(samples))).to_pylist() == piece_by_piece(made, samples)
 
 
-def test_template_that_rewrites_history_gives_one_sample_per_answer(chatml):
-    chatml.chat_template = REWRITING
-    samples = encode(chatml, {"messages": CHAT})
-    assert len(samples) == 2
-    for (ids, [[start, stop]]), turns in zip(samples, (3, 5), strict=True):
-        assert chatml.decode(ids[:start]) == render(chatml, CHAT[: turns - 1], generate=True)
-        answer = CHAT[turns - 1]["content"]
-        assert chatml.decode(ids[start:stop]) == f"<think>\n\n</think>\n\n{answer}<|im_end|>"
-
-
 def test_template_that_writes_a_token_the_tokenizer_lacks_is_refused(tmp_path):
     load_tokenizer("demo", family="llama").save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()

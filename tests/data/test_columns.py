@@ -191,14 +191,6 @@ def test_malformed_parts_of_a_conversation_make_a_bad_row(change, reason):
     assert status == Status.BAD and shown.startswith(reason)
 
 
-@pytest.mark.parametrize("chats", [True, False])
-def test_prompt_and_answer_may_have_tools(chats):
-    row = {"prompt": "1?", "completion": "One.", "tools": json.dumps([TOOL])}
-    if chats:
-        row |= {"prompt": CHAT[:1], "completion": CHAT[1:]}
-    assert convert(row) == {"messages": CHAT, "tools": [TOOL]}
-
-
 def test_nulls_added_by_arrow_are_dropped_but_explicit_nulls_stay():
     search = {"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}
     rows = [{"messages": [CHAT[1] | {"tool_calls": [call]}], TOOLS: [call]} for call in (CALL, search)]
