@@ -49,9 +49,7 @@ runpy.run_module("benchmarks.compare", run_name="__main__")
 H200 = {"gpu_name": "NVIDIA H200", "versions": {"torch": "2.11.0"}, "git": None}
 
 
-def test_a_stopped_comparison_saves_and_the_same_command_resumes_it_to_a_verdict(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_stopped_comparison_is_resumed_by_the_same_command(tmp_path, monkeypatch, capsys):
     folder, bf16 = tmp_path / "compared", tmp_path / "compared/runs/bf16"
     common = (
         f"--variants bf16,delayed --paired_seeds 0 --output_dir {folder} "
