@@ -67,13 +67,17 @@ def execute(words: list[str], folder: Path) -> None:
 
 @pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=map(str, range(len(COMMANDS))))
 def test_a_command_runs_as_written(command, shown, tmp_path):
-    for name in ("configs", "train_fp8.py", "train_multi_gpu.py"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    link_scripts(tmp_path)
     with forked(execute, shlex.split(command + ADDED[find_program(command)]), tmp_path) as child:
         child.join(LIMIT)
         code, printed = child.exitcode, (tmp_path / "output").read_text()
     assert code == 0, printed
     check(command, shown, tmp_path, printed)
+
+
+def link_scripts(folder: Path) -> None:
+    for name in ("configs", "train_fp8.py", "train_multi_gpu.py"):
+        (folder / name).symlink_to(ROOT / name)
 
 
 def check(command: str, shown: str, folder: Path, printed: str) -> None:

@@ -72,7 +72,8 @@ class Torch:
 
     def save(self, step: int) -> None:
         state = self.state
-        tensors, _ = weights_and_optimizer(state.model, state.optimizer, state.strategy, state.cfg)
+        live, _ = weights_and_optimizer(state.model, state.optimizer, state.strategy, state.cfg)
+        tensors = {name: tensor.detach() for name, tensor in live.items()}  # it cannot copy Parameters
         # torch's default is one thread; with as many as the suite's it is the faster opponent.
         writer = dcp.FileSystemWriter(self.folder / step_name(step), thread_count=THREADS)
         self.pending = dcp.async_save(tensors, storage_writer=writer, **self.options)

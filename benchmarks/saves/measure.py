@@ -149,7 +149,7 @@ def measure_kinds(
     trainer.hooks, trainer.saver = Clock(trainer.hooks), Quiet(saver)
     train(trainer, WARMUP)
     if reserved := getattr(stagers["async"], "reserved", None):  # page-locking, which slows steps down
-        reserved.join()
+        reserved.result()
     warm = train(trainer, WARMUP)
     step = ranks.run_on_rank0(lambda: warm.seconds / WARMUP)
     pause = steps or max(WARMUP, math.ceil(UNDISTURBED_SECONDS / step))
