@@ -32,13 +32,16 @@ from fp8_suite.training.checkpoint.resume import (
 )
 from fp8_suite.training.checkpoint.run_folder import (
     check_shared,
+    check_space,
     discarded_if_refused,
     open_run_folder,
+    warn_of_space,
     write_config,
 )
 from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.config import Config, settings_path
 from fp8_suite.training.estimate.choose import choose_strategy
+from fp8_suite.training.estimate.memory import checkpoint_bytes
 from fp8_suite.training.estimate.sizes import Sizing, compiles_layers
 from fp8_suite.training.kernels import KernelInputs, enable_kernels
 from fp8_suite.training.parallel import ranks
@@ -99,6 +102,9 @@ def prepare(
         resume = watchdog.run_on_rank0(
             "looking for a checkpoint", lambda: _find_checkpoint(cfg, resolved.precision, folder, checkpoints)
         )
+        saves_first = cfg.checkpoint.save_checkpoints and cfg.optim.max_steps != 0 and not resume
+        size = checkpoint_bytes(sizing.chosen) if saves_first else 0.0
+        ranks.run_on_rank0(lambda: check_space(folder, size))
         ranks.run_on_rank0(lambda: _record_settings(cfg, folder))  # loading the data may take hours
         load = partial(_load_data, cfg, resolved, device, resumes=resume is not None)
         tokenizer, loaders = _on_each_rank(watchdog, "loading the data", load, DATA_SECONDS)
@@ -108,6 +114,7 @@ def prepare(
         total_steps, finished = _count_steps(cfg, folder, resume, loaders)
     if not finished:
         ranks.run_on_rank0(lambda: write_config(cfg, folder))
+        ranks.run_on_rank0(lambda: warn_of_space(folder, size, cfg.checkpoint, total_steps))
     prepared = PreparedRun(
         cfg=cfg,
         watchdog=watchdog,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -369,6 +370,25 @@ def test_an_output_folder_with_other_files_is_refused_and_left_alone(tmp_path, c
     train(tmp_path, "--max_steps 1 --generate_samples 1", code=EXIT_BAD_SETTING)
     assert f"holds files of something else ({', '.join(names)})" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+@pytest.mark.parametrize(
+    ("free", "code", "message"),
+    [
+        (
+            1e5,
+            EXIT_BAD_SETTING,
+            "a checkpoint takes 0.0 GB, and the disk has 0.0 GB free; choose another disk",
+        ),
+        (4e7, 0, "--keep_last 5: 3 more checkpoints of 0.0 GB do not fit on the disk"),
+    ],
+)
+def test_a_small_disk_is_noted_before_the_first_step(tmp_path, capfd, monkeypatch, free, code, message):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    train(tmp_path / "run", "--max_steps 2 --save_interval 1 --no_export", code=code)
+    printed = "".join(capfd.readouterr())
+    assert message in printed and ("step 1/2" in printed.partition(message)[2]) == (code == 0)
+    assert (tmp_path / "run").exists() == (code == 0)
 
 
 def test_a_checkpoint_or_model_that_is_refused_leaves_no_folder(copied, tmp_path, capsys):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import platform
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,8 +18,10 @@ from fp8_suite.core.files import DISK_FULL, write_json
 from fp8_suite.core.readers import parse_json
 from fp8_suite.training.checkpoint.index import step_folders
 from fp8_suite.training.checkpoint.resume import check_folder
+from fp8_suite.training.checkpoint.settings import CheckpointConfig, parse_save_interval
 from fp8_suite.training.config import Config, read_settings
 from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.ranks import print_rank0
 
 LOG_SUFFIXES = (".log", ".txt", ".out", ".err")
 SAMPLES_FILE = "samples.txt"
@@ -103,6 +107,31 @@ def _explaining_errors(**flag: Path | str) -> Iterator[None]:
         if error.errno in DISK_FULL:
             remedy = "free space, or choose a folder on another disk"
         raise bad_setting(f"{error.strerror}; {remedy}", **flag) from None
+
+
+def check_space(folder: Path, size: float) -> None:
+    """UserError if the disk has no room for a checkpoint of `size` bytes."""
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise bad_setting(
+            f"a checkpoint takes {size / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB free; choose "
+            "another disk, or --no_save_checkpoints",
+            output_dir=folder,
+        )
+
+
+def warn_of_space(folder: Path, size: float, cfg: CheckpointConfig, steps: int) -> None:
+    """Warn if the disk has no room for all checkpoints of `size` bytes that a run of `steps` keeps."""
+    every, seconds = parse_save_interval(cfg.save_interval)
+    saves = math.inf if seconds else 1 + (steps // every if every else 0)
+    # A save needs its room before it deletes the oldest checkpoint.
+    needed = min(cfg.keep_last + 1, saves) - len(step_folders(folder / "checkpoints"))
+    free = shutil.disk_usage(folder).free
+    if needed * size > free:
+        print_rank0(
+            f"WARNING: --keep_last {cfg.keep_last}: {needed} more checkpoints of {size / 1e9:.1f} GB do not "
+            f"fit on the disk of --output_dir, which has {free / 1e9:.1f} GB free"
+        )
 
 
 def check_shared(folder: Path) -> None:
