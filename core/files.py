@@ -24,9 +24,6 @@ def explaining_write_errors(path: Path) -> Iterator[None]:
     """Turn an OSError while writing `path`, a record of the run, into a UserError."""
     try:
         yield
-    except FileNotFoundError as error:
-        reason = f"{error.strerror}; the folder was deleted; start the run again"
-        raise UserError(f"cannot write {path}: {reason}") from None
     except OSError as error:
         remedy = f"{write_remedy(error)}, then rerun with the same --output_dir to resume"
         raise UserError(f"cannot write {path}: {error.strerror or error}; {remedy}") from None
@@ -38,6 +35,8 @@ def write_remedy(error: OSError) -> str:
         return "free space"
     if error.errno in NOT_WRITABLE:
         return "make it writable"
+    if error.errno == errno.ENOENT:
+        return "its folder was moved or deleted: move it back"
     if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
         return "move away the file or folder of that name"
     return "check the disk"

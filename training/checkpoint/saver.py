@@ -46,7 +46,10 @@ def choose_stager(setup: TrainingSetup, strategy: Strategy, steps_left: int) -> 
     if all(False in room for room in rooms):
         print_rank0(f"saves write offloaded state from where it is, and the next update waits: {missing}")
         return Stager(strategy.device, copies_host=False)
-    print_rank0(f"WARNING: training stops while a checkpoint is written: {missing}")
+    print_rank0(
+        f"WARNING: training stops while a checkpoint is written: {missing}; give the job more, or save less "
+        "often (--save_interval)"
+    )
     return None
 
 
@@ -104,12 +107,15 @@ class CheckpointSaver:
     def before_update(self) -> None:
         """Let the update of the state wait until the pending save has copied it."""
         if self.unstaged:
-            self.unstaged = False
+            self.unstaged, self._blocking = False, True
             with self.wall_time.phase("saving"):
                 self.stager.finish_copies()
+            self._blocking = False
 
     def check(self) -> None:
-        """Raise the error of a save that has failed in the background."""
+        """Raise the error of a save that has failed in the background, or of memory for the next one."""
+        if isinstance(self.stager, Stager):
+            self.stager.check_reserved()
         if self.pending and self.pending.done():
             self.finish()
 
@@ -131,11 +137,14 @@ class CheckpointSaver:
         return time.perf_counter() - began
 
     def saving(self) -> bool:
-        """True while a save is being written in the background."""
-        return self.pending is not None and not self.pending.done()
+        """True while a save is being written in the background. Called by the watchdog's thread."""
+        pending = self.pending  # `finish` may set it to None meanwhile
+        return pending is not None and not pending.done()
 
     def give_up(self) -> None:
         """Let the pending save end before the process does, after an error of training."""
+        if self.saving():
+            print_rank0("training has failed; its last checkpoint is still being written")
         with suppress(Exception):  # the error of training is reported; a dead rank fails the save too
             self.finish()
 

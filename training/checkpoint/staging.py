@@ -11,7 +11,7 @@ from fp8_suite.core.errors import bad_setting
 from fp8_suite.training.checkpoint.writer import as_bytes
 from fp8_suite.training.optim import moments
 from fp8_suite.training.optim.adamw import local
-from fp8_suite.training.optim.pinned import pinned
+from fp8_suite.training.optim.pinned import PinnedMemory, pinned
 from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
@@ -57,6 +57,11 @@ class Stager(AsyncStager):
                 self.free.setdefault(user, []).append(_allocate(*user))
 
         self.reserved = self.threads.submit(allocate)
+
+    def check_reserved(self) -> None:
+        """Raise the error of `reserve`, if it has ended: long before the first save may be due."""
+        if self.reserved and self.reserved.done():
+            self.reserved.result()
 
     def stage(self, state: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
         """Start to copy. The state must not change before `finish_copies`."""
@@ -137,10 +142,11 @@ def _user(shard: Tensor) -> tuple[int, bool]:
 
 
 def _allocate(size: int, for_gpu: bool) -> Tensor:
-    if size < SMALL or not for_gpu:
+    if size < SMALL:
         return torch.empty(size, dtype=torch.uint8, pin_memory=for_gpu)
     try:
-        return pinned(size)
+        # A forked worker of the loader has neither: it would keep a copy of pages that the next save changes.
+        return pinned(size) if for_gpu else PinnedMemory(size).tensor()
     except MemoryError as error:
         raise bad_setting(f"{error}; use --no_async_save", async_save=True) from None
 

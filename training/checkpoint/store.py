@@ -164,7 +164,7 @@ class Checkpoints:
 
     def begin(self, partial: Path, meta: dict) -> None:
         """Make the folder for a step's files, with `meta`. On one process."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)  # without parents: a run whose folder was moved must not be split
         # Prune before saving, so that a lower --keep_last frees space on a full disk.
         index.prune(self.folder, index.read_index(self.folder, rebuild=True), self.keep_last)
         for pattern in (".step_*.partial", ".step_*.pruned"):

@@ -1,7 +1,9 @@
 """Copies of a state are exact, reuse their memory, and are finished before the next update."""
 
+import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,3 +69,16 @@ def test_without_copies_of_host_memory_the_update_waits_until_the_state_is_writt
     writer.start()
     stager.finish_copies()
     assert ended and ended[0] <= time.perf_counter()
+
+
+def test_a_forked_worker_keeps_no_copy_of_the_memory():
+    """Otherwise it would keep every page as it was at the fork: as much host memory as the state again."""
+    stager = Stager(CPU)
+    copy = stager.stage({"weight": torch.ones(1000)}).result()["weight"]
+    flags, inside = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(span[1], 16) <= copy.data_ptr() < int(span[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert "dc" in flags.split(), "not copied by a fork"

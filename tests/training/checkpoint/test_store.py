@@ -283,6 +283,23 @@ def test_a_write_error_at_the_first_save_claims_no_earlier_checkpoints(tmp_path)
     assert "free space, then rerun" in str(first.value)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_folder_that_was_moved_is_not_made_again(tmp_path, asynchronous):
+    """The run would go on in two folders, or beside the mount point of a disk that is gone."""
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    run.mkdir()
+    checkpoints = save_steps(run / "checkpoints", 1)
+    run.rename(moved)
+    with pytest.raises(UserError, match=r"moved or deleted.*rerun with"):
+        if asynchronous:
+            checkpoints.start_save(2, filled(2), {}, Stager(CPU)).finish()
+        else:
+            checkpoints.save(2, filled(2), {})
+    assert not run.exists()
+    checkpoints = Checkpoints(moved / "checkpoints", keep_last=1)
+    assert holds(checkpoints, checkpoints.latest(), 1)
+
+
 def test_a_lower_keep_last_frees_space_before_the_next_save(tmp_path):
     save_steps(tmp_path, 1, 2, 3)
     checkpoints = Checkpoints(tmp_path, keep_last=1)

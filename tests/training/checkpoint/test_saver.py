@@ -1,0 +1,92 @@
+"""Saves of the training loop: what the next update, the next save, the watchdog and the user see of them."""
+
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fp8_suite.core.errors import UserError
+from fp8_suite.training.checkpoint import saver, staging, store
+from fp8_suite.training.checkpoint.saver import CheckpointSaver
+from fp8_suite.training.checkpoint.staging import Stager
+from fp8_suite.training.checkpoint.store import Checkpoints
+
+CPU = torch.device("cpu")
+FILES = 3  # of a save
+
+
+@pytest.fixture
+def slow_disk(monkeypatch) -> None:
+    write = store.write_tensors
+    monkeypatch.setattr(store, "write_tensors", lambda *args: time.sleep(0.3) or write(*args))
+    monkeypatch.setattr(staging, "SMALL", 4)
+    monkeypatch.setattr(saver, "REPORTED_WAIT", 0.1)
+    monkeypatch.setattr(Checkpoints, "file_bytes", 40)
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    """Return a function that builds a saver of a state of `FILES` tensors, and the list of what it tells."""
+    state = {f"tensor {number}": torch.full((10,), float(number)) for number in range(FILES)}
+    monkeypatch.setattr(saver, "saved_state", lambda run, scaling: (state, {}))
+    wall_time = SimpleNamespace(count=lambda: None, move=lambda *_: None, phase=saver.suppress)
+    told: list[str] = []
+
+    def build(*, copies_host: bool = True) -> tuple[CheckpointSaver, list[str]]:
+        built = CheckpointSaver(
+            Checkpoints(tmp_path, keep_last=9),
+            SimpleNamespace(),
+            SimpleNamespace(state=dict),
+            wall_time,
+            stager=Stager(CPU, copies_host=copies_host),
+            saved_step=-1,
+            restored_unevaluated=False,
+            heartbeat=partial(told.append, "beat"),
+            message=told.append,
+        )
+        return built, told
+
+    return build
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_a_save_waits_for_the_one_before_and_says_how_long(built):
+    run, told = built()
+    for step in (1, 2):
+        run.save(step, None)
+        run.before_update()
+    assert [text for text in told if text != "beat"] == [told[-1]]
+    assert told[-1].startswith("step 2: waited 0.") and told[-1].endswith(" s for the save before this one")
+    run.finish()
+    assert run.checkpoints.latest().name == "step_000002"
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_the_watchdog_hears_of_every_file_while_the_update_waits_for_offloaded_state(built):
+    run, told = built(copies_host=False)
+    run.save(1, None)
+    run.before_update()
+    assert told == ["beat"] * FILES
+    run.finish()
+
+
+def test_memory_that_is_lacking_for_saves_is_an_error_long_before_the_first_one(built, monkeypatch):
+    def refuse(size, for_gpu):
+        raise UserError("use --no_async_save")
+
+    monkeypatch.setattr(staging, "_allocate", refuse)
+    run, _ = built()
+    run.reserve()
+    with pytest.raises(UserError, match="--no_async_save"):
+        for _ in range(500):
+            run.check()
+            time.sleep(0.01)
+
+
+def test_the_watchdog_may_look_when_a_save_is_just_ending(built, monkeypatch):
+    """The main thread takes the pending save away between two looks of the watchdog's thread."""
+    looks = iter([SimpleNamespace(done=lambda: True), None])
+    run, _ = built()
+    monkeypatch.setattr(CheckpointSaver, "pending", property(lambda self: next(looks)), raising=False)
+    assert not run.saving()
