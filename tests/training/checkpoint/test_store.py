@@ -59,6 +59,7 @@ def holds(checkpoints: Checkpoints, path: Path, value: float) -> bool:
 
 
 def save_steps(folder: Path, *steps: int, keep_last: int = 9, **losses: float) -> Checkpoints:
+    folder.parent.mkdir(exist_ok=True)
     checkpoints = Checkpoints(folder, keep_last=keep_last)
     for step in steps:
         checkpoints.save(step, filled(step), {"step": step}, eval_loss=losses.get(f"loss{step}"))
@@ -287,7 +288,6 @@ def test_a_write_error_at_the_first_save_claims_no_earlier_checkpoints(tmp_path)
 def test_a_run_folder_that_was_moved_is_not_made_again(tmp_path, asynchronous):
     """The run would go on in two folders, or beside the mount point of a disk that is gone."""
     run, moved = tmp_path / "run", tmp_path / "moved"
-    run.mkdir()
     checkpoints = save_steps(run / "checkpoints", 1)
     run.rename(moved)
     with pytest.raises(UserError, match=r"moved or deleted.*rerun with"):

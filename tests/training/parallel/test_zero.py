@@ -254,6 +254,7 @@ def train(folder: Path, mode: str, dtype: str) -> None:
     assert run.model.rope.dtype == run.model.table.dtype == torch.float32
     assert torch.equal(run.model.rope, Tiny(DTYPES[dtype]).rope)
     assert run.model.lm_head.weight is run.model.embed.weight
+    folder.mkdir(exist_ok=True)
     checkpoints = Checkpoints(folder / "checkpoints", keep_last=9)
     log = []
     for step in range(3):
@@ -371,6 +372,7 @@ def test_a_checkpoint_resumes_in_another_mode_and_world(tmp_path):
         for step in range(2):
             run.step(step)
         next(iter(run.optimizer.state.values()))["exp_avg"][3, 2] = -0.0  # must come back as it is
+        (tmp_path / dtype).mkdir()
         Checkpoints(tmp_path / dtype / "plain", keep_last=9).save(2, run.state(), {"steps": 2})
     here = "plain"
     for number, mode in enumerate(MODES):
