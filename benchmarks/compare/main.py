@@ -28,7 +28,7 @@ PROG = "python -m benchmarks.compare"
 NUMBERS = {
     "gpus": (int, 1, "GPUs per run"),
     "paired_seeds": (int, 2, "further seeds for every variant; more can be added to a finished comparison"),
-    "noise_seeds": (int, 0, "further seeds for the reference alone, for the noise band"),
+    "noise_seeds": (int, 0, "further seeds of the reference alone, to show how far its loss moves"),
     "max_loss_gap": (
         float,
         MAX_LOSS_GAP,
