@@ -104,6 +104,7 @@ def prepare(
         )
         saves_first = cfg.checkpoint.save_checkpoints and cfg.optim.max_steps != 0 and not resume
         size = checkpoint_bytes(sizing.chosen) if saves_first else 0.0
+        ranks.run_on_rank0(checkpoints.delete_leftovers)
         ranks.run_on_rank0(lambda: check_space(folder, size))
         ranks.run_on_rank0(lambda: _record_settings(cfg, folder))  # loading the data may take hours
         load = partial(_load_data, cfg, resolved, device, resumes=resume is not None)

@@ -391,6 +391,20 @@ def test_a_small_disk_is_noted_before_the_first_step(tmp_path, capfd, monkeypatc
     assert (tmp_path / "run").exists() == (code == 0)
 
 
+def test_the_room_of_a_killed_first_save_counts_as_free(tmp_path, monkeypatch):
+    flags, folder = "--max_steps 1 --no_export", tmp_path / "run"
+    train(folder, f"{flags} --no_save_checkpoints")
+    for name in ("summary.json", "metrics.jsonl"):
+        (folder / name).unlink()
+    leftover = folder / "checkpoints" / ".step_000001.partial"
+    leftover.mkdir(parents=True)
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=10 if leftover.exists() else 1e9)
+    )
+    train(folder, flags)
+    assert [path.name for path in leftover.parent.glob("*step*")] == ["step_000001"]
+
+
 def test_a_checkpoint_or_model_that_is_refused_leaves_no_folder(copied, tmp_path, capsys):
     folder = tmp_path / "new"
     train(folder, f"--max_steps 1 --resume {copied}", code=EXIT_BAD_SETTING)

@@ -160,6 +160,12 @@ class Checkpoints:
         """Return the shapes of a checkpoint's tensors by name, from its verified manifest."""
         return {name: torch.Size(spec["shape"]) for name, spec in read_manifest(path)["tensors"].items()}
 
+    def delete_leftovers(self) -> None:
+        """Delete what killed saves have left. On one process."""
+        for pattern in (".step_*.partial", ".step_*.pruned"):
+            for leftover in self.folder.glob(pattern):
+                shutil.rmtree(leftover)
+
     # Steps of a save, in order
 
     def begin(self, partial: Path, meta: dict) -> None:
@@ -167,9 +173,7 @@ class Checkpoints:
         self.folder.mkdir(exist_ok=True)  # without parents: a run whose folder was moved must not be split
         # Prune before saving, so that a lower --keep_last frees space on a full disk.
         index.prune(self.folder, index.read_index(self.folder, rebuild=True), self.keep_last)
-        for pattern in (".step_*.partial", ".step_*.pruned"):
-            for leftover in self.folder.glob(pattern):
-                shutil.rmtree(leftover)
+        self.delete_leftovers()
         partial.mkdir()
         write_json(partial / META, meta)
 
