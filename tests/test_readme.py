@@ -93,7 +93,8 @@ def check(command: str, shown: str, folder: Path, printed: str) -> None:
         answer, table = shown.split("\n\n")
         assert answer.startswith("PASS for delayed: ") and " for delayed: " in printed
         headings = next(line for line in printed.splitlines() if line.startswith("| variant "))
-        assert headings.split() == table.splitlines()[0].split()
+        # On a GPU there are more: rates, which an emulated run does not have.
+        assert set(table.splitlines()[0].split()) <= set(headings.split())
 
 
 def test_every_kind_of_command_is_in_the_readme():

@@ -63,7 +63,8 @@ def test_all_checkpoints_of_two_ranks_are_those_of_synchronous_saves(tmp_path):
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_update_waits_for_a_slow_copy(waits):
     """Without the wait the copy would have the updated weights: this shows that the copy is late."""
-    stager, weights = Stager(DEVICE), torch.ones(2**22, device=DEVICE)
+    stager, weights = Stager(DEVICE), torch.zeros(2**22, device=DEVICE)
+    weights.add_(1)  # the first launch of a kernel may wait for the GPU
     with torch.cuda.stream(stager.stream):
         torch.cuda._sleep(10**9)
     staged = stager.stage({"weights": weights})
