@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,12 @@ def write_record(folder: Path, disk: dict[str, float | None], results: list[dict
     direct = disk["direct"] and disk["direct"] / 1e9
     for row in results:
         row["share_of_direct"] = direct and row["gb_per_second"] / direct
+    arguments = shlex.split(run.environment["command"])[1:]
     table = make_table(COLUMNS, [Row(row) for row in results])
     rates = f"direct writes {direct:.2f} GB/s" if direct else "no direct writes"
     text = "\n".join(
         [
-            f"$ {run.environment['command']}",
+            f"$ python -m benchmarks.saves {shlex.join(arguments)}",
             f"{provenance(run)}, {run.environment['platform']}, {run.environment['cpu_count']} CPUs",
             f"disk: {rates}, buffered writes with fsync {disk['buffered'] / 1e9:.2f} GB/s",
             f"{run.value('model_name')}, {run.precision}, {run.value('optimizer')}, {run.mode}",
@@ -51,7 +53,7 @@ def write_record(folder: Path, disk: dict[str, float | None], results: list[dict
     )
     environment = {
         name: run.environment[name]
-        for name in ("command", "platform", "cpu_count", "hosts", *ENVIRONMENT)
+        for name in ("platform", "cpu_count", *ENVIRONMENT)
         if name in run.environment and name not in ("coverage", "data")
     }
     record = {"text": text, "disk_bytes_per_second": disk, "saves": results, "environment": environment}
