@@ -6,6 +6,7 @@ import signal
 import tempfile
 
 import pytest
+from fp8_suite.core.machine import cores
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,6 +19,11 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="torchinductor_")
         config.add_cleanup(folder.cleanup)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than the cores: many tests wait for processes."""
+    return len(cores()) + 1
 
 
 @pytest.hookimpl(wrapper=True)

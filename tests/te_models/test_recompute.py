@@ -90,7 +90,7 @@ def test_a_level_runs_only_its_gemms_again(monkeypatch, level, again):
 
 @pytest.mark.parametrize(
     ("recompute", "compiled"),
-    [("mlp", False), ("layer", False), ("full", False), ("full", True), ("mlp:1+layer:1", True)],
+    [("mlp", False), ("layer", False), ("full", False), ("mlp:1+layer:1", True)],
 )
 def test_hugging_face_layers_have_the_same_gradients(recompute, compiled):
     options = replace(OPTIONS, te_backend=None, dtype=torch.float32, compile_layers=compiled)

@@ -90,13 +90,13 @@ def optimizer(formats: tuple[str, str], *, beta2: float = 0.95, columns: int = 2
 
 @pytest.mark.parametrize(("formats", "tolerance"), [(("fp8", "fp8"), 0.03), (("fp16", "fp16"), 0.002)])
 def test_the_second_moment_decays_as_beta2_says(formats, tolerance):
-    """After 1,000 steps without gradient 0.37 is left; BF16 would keep all."""
+    """After 300 steps without gradient 0.74 is left; BF16 would keep all."""
     weight, adamw = optimizer(formats, beta2=0.999)
-    for step in range(1001):
+    for step in range(301):
         weight.grad = torch.full_like(weight, float(step == 0))
         adamw.step()
     left = moments.read(adamw.state[weight], SECOND).mean().item() / 0.001
-    assert left == pytest.approx(0.999**1000, rel=tolerance)
+    assert left == pytest.approx(0.999**300, rel=tolerance)
 
 
 @pytest.mark.parametrize("formats", [("fp8", "fp8"), ("fp8", "fp16"), ("fp16", "fp32"), ("bf16", "fp8")])
