@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 from fp8_suite.benchmarks.records.runs import RunRecord
-from fp8_suite.benchmarks.records.table import read_table, studies
+from fp8_suite.benchmarks.records.table import read_table, read_texts, studies
 from fp8_suite.benchmarks.report.gaps import tail_gap
 from fp8_suite.benchmarks.report.main import main
 from fp8_suite.core.packages import ROOT
@@ -168,6 +168,19 @@ def test_the_example_of_a_comparison_is_that_of_the_record():
         assert shows(row["eval gap"], 100 * (evaluations - 1))
         assert shows(row["speed"], run.tokens_per_gpu / base.tokens_per_gpu)
         assert shows(row["peak GB"], run.value("peak_memory_gb"))
+
+
+def test_the_cost_of_saves_is_that_of_the_record():
+    (text,) = read_texts("saves").values()
+    lines = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|")]
+    at_once, background = (dict(zip(lines[0], line, strict=True)) for line in lines[2:])
+    size, added, written, waited = re.search(
+        rf"1B, ({NUMBER}) GB.*adds\s+({NUMBER}) s to .* written in ({NUMBER}) s,.*adds ({NUMBER}) s",
+        (ROOT / "docs/results.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    ).groups()
+    assert shows(size, float(background["GB"])) and shows(waited, float(at_once["s added"]))
+    assert shows(added, float(background["s added"])) and shows(written, float(background["s to publish"]))
 
 
 def test_emulated_losses_are_as_far_from_te_s_as_the_page_says():
