@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, NoReturn
 
-from fp8_suite.core import read_ahead
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.gpus import HOPPER, open_gpu
 from fp8_suite.core.hub import require_folder
@@ -55,13 +54,11 @@ def allow_expandable_segments() -> None:
 
 
 def _work_ahead(cfg: Config | None) -> None:
-    """Read libraries, open the GPU and compile kernels beside the imports. The run redoes whatever fails.
+    """Open the GPU and compile kernels beside the imports. The run redoes whatever fails.
 
     `cfg` is None under torchrun.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank == 0 and Path("/dev/nvidiactl").exists():
-        read_ahead.start()
     capability = open_gpu(local_rank)
     if cfg and capability == HOPPER and not flash_attention_cache.compiled():
         with suppress(UnreadableFile, LookupError, TypeError):  # not a preset, or no config.json of a decoder
