@@ -132,7 +132,7 @@ CHANGES = (
     ),
     Change(
         "environment: CUDA_MODULE_LOADING, unless the user set it",
-        "CUDA is initialized before PyTorch, which sets it then",
+        "PyTorch would set it too late, after CUDA is initialized",
         by="core/gpus.py:open_gpu",
         tested_by="tests/training/test_launch.py",
     ),

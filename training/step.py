@@ -58,7 +58,7 @@ def train_step(
     """Run one optimizer step. The result does not depend on the split into micro-batches and ranks.
 
     `done` is the number of steps before this one. `save_due` is called before forward, `stop_requested` after
-    backward, so that a signal during the step is not missed. Waits for no GPU, except with DeepSpeed.
+    backward, so that a signal during the step is not missed. The host waits for the GPU only with DeepSpeed.
     """
     strategy, optimizer = stack.strategy, stack.optimizer
     stack.heartbeat(f"computing step {done + 1}")

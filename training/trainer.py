@@ -287,9 +287,8 @@ class Trainer:
         evaluated, metrics = self.last_eval
         with self.wall_time.phase("saving"):
             self.saver.save(step, metrics["eval/loss"] if evaluated == step else None)
-        self._training_since = (
-            time.perf_counter()
-        )  # not before the save, which may take longer than the interval
+        # Count from here, because the save may have taken longer than the interval.
+        self._training_since = time.perf_counter()
 
     def _finish_save(self) -> None:
         with self.wall_time.phase("saving"):

@@ -41,7 +41,7 @@ class Progress:
         """Read progress from a checkpoint's metadata; unknown fields are ignored."""
         known = {f.name for f in fields(cls)}
         progress = cls(**{name: value for name, value in meta["progress"].items() if name in known})
-        if "seconds_by_kind" not in meta["progress"]:  # of an earlier version
+        if "seconds_by_kind" not in meta["progress"]:  # an earlier version saved it
             steps = min(progress.train_seconds, progress.wall_seconds)
             progress.seconds_by_kind |= {"steps": steps, "other": progress.wall_seconds - steps}
         return progress

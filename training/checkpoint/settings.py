@@ -23,8 +23,7 @@ class CheckpointConfig(Section):
         True, "write checkpoints; without them an interrupted run cannot resume"
     )
     save_interval: str = resumable(
-        "500",
-        "steps between checkpoints, or time (30m, 2h); 0: only at the end and on a stop signal",
+        "500", "steps between checkpoints, or time (30m, 2h); 0: only at the end and on a stop signal"
     )
     async_save: bool = resumable(
         True, "write checkpoints in the background, from a copy of the state in host memory"

@@ -32,8 +32,7 @@ Update = Callable[[Tensor, Tensor, State, Tensor, Tensor, dict[str, Any]], None]
 class HostState:
     """Optimizer state in host memory, for parameters on `device`.
 
-    New state can be used at once. It is page-locked in the background, while the run goes on to its first
-    update.
+    New state can be used at once. It is page-locked in the background, before the first update.
     """
 
     def __init__(self, device: torch.device):

@@ -22,8 +22,8 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14: make pages resident and keep their value
 class PinnedMemory(mmap.mmap):
     """Zeroed host memory of exactly the given bytes; torch's allocator takes a power of two.
 
-    It is ordinary memory until `lock` page-locks it. A fork (by the data loader) does not have it: by
-    copy-on-write, the parent's next writes would go to other pages than the GPU reads.
+    It is ordinary memory until `lock` page-locks it. Forked processes (of the data loader) do not inherit it:
+    by copy-on-write, the parent's next writes would go to other pages than the GPU reads.
     """
 
     unregister: Callable[[], object] | None = None  # set once the memory is page-locked
@@ -32,11 +32,11 @@ class PinnedMemory(mmap.mmap):
         try:
             return super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise _no_memory(nbytes, str(error)) from None
+            raise _no_memory("allocate", nbytes, str(error)) from None
 
     def __init__(self, nbytes: int):
         self.madvise(mmap.MADV_DONTFORK)
-        with suppress(OSError):  # from a kernel without huge pages
+        with suppress(OSError):  # a kernel may have no huge pages
             self.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer page faults, and longer runs to lock
         if not _populates():  # before another thread may write
             self._in_threads(lambda part: part[:: mmap.PAGESIZE].zero_())
@@ -54,7 +54,7 @@ class PinnedMemory(mmap.mmap):
             self._in_threads(_populate)
         memory, runtime = self.tensor(), torch.cuda.cudart()
         if code := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
-            raise _no_memory(memory.nbytes, f"CUDA error {code}")
+            raise _no_memory("page-lock", memory.nbytes, f"CUDA error {code}")
         self.unregister = functools.partial(runtime.cudaHostUnregister, memory.data_ptr())
 
     def _in_threads(self, work: Callable[[Tensor], object]) -> None:
@@ -79,8 +79,8 @@ def _populates() -> bool:
     return _populate(torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)) == 0
 
 
-def _no_memory(nbytes: int, reason: str) -> MemoryError:
-    return MemoryError(f"cannot page-lock {nbytes / 1e6:.0f} MB of host memory ({reason})")
+def _no_memory(action: str, nbytes: int, reason: str) -> MemoryError:
+    return MemoryError(f"cannot {action} {nbytes / 1e6:.0f} MB of host memory ({reason})")
 
 
 def pinned(nbytes: int) -> Tensor:
