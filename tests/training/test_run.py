@@ -380,7 +380,7 @@ def test_an_output_folder_with_other_files_is_refused_and_left_alone(tmp_path, c
             EXIT_BAD_SETTING,
             "a checkpoint takes 0.0 GB, and the disk has 0.0 GB free; choose another disk",
         ),
-        (4e7, 0, "--keep_last 5: 3 more checkpoints of 0.0 GB do not fit on the disk"),
+        (4e7, 0, "--keep_last 5: 2 more checkpoints of 0.0 GB do not fit on the disk"),
     ],
 )
 def test_a_small_disk_is_noted_before_the_first_step(tmp_path, capfd, monkeypatch, free, code, message):

@@ -123,7 +123,7 @@ def check_space(folder: Path, size: float) -> None:
 def warn_of_space(folder: Path, size: float, cfg: CheckpointConfig, steps: int) -> None:
     """Warn if the disk has no room for all checkpoints of `size` bytes that a run of `steps` keeps."""
     every, seconds = parse_save_interval(cfg.save_interval)
-    saves = math.inf if seconds else 1 + (steps // every if every else 0)
+    saves = math.inf if seconds else math.ceil(steps / every) if every else 1
     # A save needs its room before it deletes the oldest checkpoint.
     needed = min(cfg.keep_last + 1, saves) - len(step_folders(folder / "checkpoints"))
     free = shutil.disk_usage(folder).free
