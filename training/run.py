@@ -17,7 +17,7 @@ from fp8_suite.core.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from fp8_suite.data.build import Loaders
 from fp8_suite.te_models.kernels.bf16_on_cpu import fast_bf16
 from fp8_suite.training.assembly import Assembly, assemble
-from fp8_suite.training.checkpoint.progress import WallTime
+from fp8_suite.training.checkpoint.progress import Progress, WallTime
 from fp8_suite.training.checkpoint.run_folder import discarded_if_refused
 from fp8_suite.training.checkpoint.saver import CheckpointSaver, choose_stager
 from fp8_suite.training.checkpoint.state import RunState
@@ -178,11 +178,7 @@ def open_loop(
     """Open the logs and build the trainer. Collective."""
     cfg, strategy, progress = prepared.cfg, prepared.strategy, state.progress
     resume_step = progress.step if prepared.resume else None
-    wall_time = WallTime(
-        prepared.folder, progress, prepared.started, gpus=prepared.gpus, nodes=strategy.num_nodes
-    )
-    if not replaces_finished_run(prepared.folder, resume_step):
-        wall_time.restore()
+    wall_time = _open_wall_time(prepared, progress, resume_step)
     steps = profiling.profiled_steps(cfg.log.profile_steps, done=progress.step, total=prepared.total_steps)
     environment = open_environment(prepared, loaders, takes_steps=progress.step < prepared.total_steps)
     logs = open_logs(prepared, resume_step, environment, evaluates=loaders.eval is not None)
@@ -195,6 +191,18 @@ def open_loop(
         wall_time=wall_time,
         profiler=profiling.StepProfiler(prepared.folder, steps),
     )
+    saver = CheckpointSaver(
+        prepared.checkpoints if cfg.checkpoint.save_checkpoints else None,
+        state,
+        scaling,
+        wall_time,
+        stager=choose_stager(prepared.sizing.chosen, strategy, progress.step, prepared.total_steps),
+        # Ranks write different numbers of files, so these beats do not count.
+        heartbeat=lambda: prepared.watchdog.beat("saving", counts=False),
+        message=logs.display.message,
+        saved_step=progress.step if prepared.resume is not None and prepared.resume.same_run else -1,
+        restored_unevaluated=not evaluated,
+    )
     stack = Stack(
         assembly.wrapped,
         assembly.optimizer,
@@ -204,19 +212,15 @@ def open_loop(
         total_steps=prepared.total_steps,
         scaling=scaling,
         heartbeat=prepared.watchdog.beat,
+        before_update=saver.before_update,
     )
-    saver = CheckpointSaver(
-        prepared.checkpoints if cfg.checkpoint.save_checkpoints else None,
-        state,
-        scaling,
-        wall_time,
-        stager=choose_stager(prepared.sizing.chosen, strategy, prepared.total_steps - progress.step),
-        # Ranks write different numbers of files, so these beats do not count.
-        heartbeat=lambda: prepared.watchdog.beat("saving", counts=False),
-        message=logs.display.message,
-        saved_step=progress.step if prepared.resume is not None and prepared.resume.same_run else -1,
-        restored_unevaluated=not evaluated,
-    )
-    stack.before_update = saver.before_update
     wall_time.count()
     return Trainer(cfg, stack, loaders, logs, saver, wall_time, observers), observers
+
+
+def _open_wall_time(prepared: PreparedRun, progress: Progress, resume_step: int | None) -> WallTime:
+    gpus, nodes = prepared.gpus, prepared.strategy.num_nodes
+    wall_time = WallTime(prepared.folder, progress, prepared.started, gpus=gpus, nodes=nodes)
+    if not replaces_finished_run(prepared.folder, resume_step):
+        wall_time.restore()
+    return wall_time

@@ -18,36 +18,36 @@ from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.strategies import Strategy
 
-POLL_SECONDS = 1.0  # between two looks at a save that is waited for
-REPORTED_WAIT = 1.0  # seconds of waiting from which on the user is told
+REPORTED_WAIT = 1.0  # seconds; shorter waits for the save before are not reported
 
 
-def choose_stager(setup: TrainingSetup, strategy: Strategy, steps_left: int) -> Stager | Unstaged | None:
+def choose_stager(setup: TrainingSetup, strategy: Strategy, done: int, last: int) -> Stager | Unstaged | None:
     """Return what copies the state for saves in the background; None for synchronous saves. Collective.
 
-    A run that saves only at its end would gain nothing from a copy.
+    A launch of steps `done` + 1 to `last` that saves only at its end would gain nothing from a copy.
     """
     cfg = setup.cfg.checkpoint
     steps, seconds = parse_save_interval(cfg.save_interval)
-    if not (cfg.save_checkpoints and cfg.async_save and (seconds or 0 < steps < steps_left)):
+    saves_before_end = seconds or (steps and (done // steps + 1) * steps < last)
+    if not (cfg.save_checkpoints and cfg.async_save and saves_before_end):
         return None
     if strategy.owns_masters:
         return Unstaged()
     free = host_capacity(setup) - offloaded_bytes(setup)
     needed = {copies_host: staging_bytes(setup, copies_host=copies_host) for copies_host in (True, False)}
     # Nodes may differ: all ranks do what the smallest can.
-    rooms = ranks.gather([copies_host for copies_host, size in needed.items() if size <= free])
-    if all(True in room for room in rooms):
+    fitting = ranks.gather([copies_host for copies_host, size in needed.items() if size <= free])
+    if all(True in choices for choices in fitting):
         return Stager(strategy.device)
-    missing = (
+    reason = (
         f"copying the state needs {needed[True] / 1e9:.0f} GB of host memory per node, "
         f"which has {free / 1e9:.0f} GB left"
     )
-    if all(False in room for room in rooms):
-        print_rank0(f"saves write offloaded state from where it is, and the next update waits: {missing}")
+    if all(False in choices for choices in fitting):
+        print_rank0(f"saves write offloaded state from where it is, and the next update waits: {reason}")
         return Stager(strategy.device, copies_host=False)
     print_rank0(
-        f"WARNING: training stops while a checkpoint is written: {missing}; give the job more, or save less "
+        f"WARNING: training stops while a checkpoint is written: {reason}; give the job more, or save less "
         "often (--save_interval)"
     )
     return None
@@ -125,8 +125,7 @@ class CheckpointSaver:
             return 0.0
         began, self._blocking = time.perf_counter(), True
         self.heartbeat()
-        while not self.pending.wait(POLL_SECONDS):
-            pass
+        self.pending.wait()
         pending, self.pending = self.pending, None
         try:
             pending.finish()

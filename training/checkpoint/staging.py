@@ -15,9 +15,11 @@ from fp8_suite.training.optim.pinned import PinnedMemory, pinned
 from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
-THREADS = 4  # that copy within host memory
+THREADS = 4  # they copy within host memory
 PIECE = 2**26  # bytes that a thread copies at a time
 SMALL = 2**20  # bytes: torch's allocator rounds up to a power of two, but is fast
+
+Kind = tuple[int, bool]  # of memory: bytes, and whether the GPU writes to it
 
 
 class Stager(AsyncStager):
@@ -40,21 +42,20 @@ class Stager(AsyncStager):
         self.threads = ThreadPoolExecutor(
             THREADS, "staging", initializer=self.api.set_device, initargs=(device,)
         )
-        # Memory by its user: bytes, and whether the GPU writes to it.
-        self.free: dict[tuple[int, bool], list[Tensor]] = {}
-        self.lent: list[tuple[tuple[int, bool], Tensor]] = []
+        self.free: dict[Kind, list[Tensor]] = {}
+        self.lent: list[tuple[Kind, Tensor]] = []
         self.copies: list[Future] = []  # within host memory, of the save that has begun
-        self.unread = threading.Event()  # no save reads the state itself, rather than a copy
+        self.unread = threading.Event()  # cleared while a save reads state that it has not copied
         self.unread.set()
         self.reserved: Future[None] | None = None
 
     def reserve(self, state: dict[str, Tensor]) -> None:
         """Allocate the memory for copies of `state` in the background, as page-locking takes time."""
-        users = [_user(local(tensor)) for tensor in state.values() if self._copies(local(tensor))]
+        kinds = [_kind(local(tensor)) for tensor in state.values() if self._is_copied(local(tensor))]
 
         def allocate() -> None:
-            for user in users:
-                self.free.setdefault(user, []).append(_allocate(*user))
+            for kind in kinds:
+                self.free.setdefault(kind, []).append(_allocate(*kind))
 
         self.reserved = self.threads.submit(allocate)
 
@@ -73,11 +74,11 @@ class Stager(AsyncStager):
         with self.api.stream(self.stream):
             for key, tensor in state.items():
                 shard = local(tensor)
-                if not self._copies(shard):
+                if not self._is_copied(shard):
                     self.unread.clear()
                     staged[key] = tensor
                     continue
-                source, copy = as_bytes(shard), self._take(_user(shard))
+                source, copy = as_bytes(shard), self._take(_kind(shard))
                 if source.is_cuda:
                     copy.copy_(source, non_blocking=True)
                 else:
@@ -108,11 +109,11 @@ class Stager(AsyncStager):
 
     def release(self) -> None:
         """Take back the memory of a save that has ended."""
-        for user, memory in self.lent:
-            self.free.setdefault(user, []).append(memory)
+        for kind, memory in self.lent:
+            self.free.setdefault(kind, []).append(memory)
         self.lent = []
 
-    def _copies(self, shard: Tensor) -> bool:
+    def _is_copied(self, shard: Tensor) -> bool:
         return shard.is_cuda or self.copies_host or shard.nbytes < SMALL
 
     def _wait(
@@ -124,10 +125,10 @@ class Stager(AsyncStager):
         sources.clear()
         return staged
 
-    def _take(self, user: tuple[int, bool]) -> Tensor:
-        free = self.free.get(user)
-        memory = free.pop() if free else _allocate(*user)
-        self.lent.append((user, memory))
+    def _take(self, kind: Kind) -> Tensor:
+        free = self.free.get(kind)
+        memory = free.pop() if free else _allocate(*kind)
+        self.lent.append((kind, memory))
         return memory
 
     def _copy_in_threads(self, copy: Tensor, source: Tensor) -> None:
@@ -137,7 +138,7 @@ class Stager(AsyncStager):
             self.copies.append(self.threads.submit(ctypes.memmove, *arguments))
 
 
-def _user(shard: Tensor) -> tuple[int, bool]:
+def _kind(shard: Tensor) -> Kind:
     return shard.nbytes, shard.is_cuda
 
 
@@ -145,7 +146,7 @@ def _allocate(size: int, for_gpu: bool) -> Tensor:
     if size < SMALL:
         return torch.empty(size, dtype=torch.uint8, pin_memory=for_gpu)
     try:
-        # A forked worker of the loader has neither: it would keep a copy of pages that the next save changes.
+        # Workers that the loader forks inherit neither. They would keep the pages that the next save changes.
         return pinned(size) if for_gpu else PinnedMemory(size).tensor()
     except MemoryError as error:
         raise bad_setting(f"{error}; use --no_async_save", async_save=True) from None
@@ -153,6 +154,8 @@ def _allocate(size: int, for_gpu: bool) -> Tensor:
 
 class Unstaged(AsyncStager):
     """Stager for a state that is a copy already, as DeepSpeed's."""
+
+    _synchronize_after_execute = False
 
     def stage(self, state: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
         future: Future[dict[str, Tensor]] = Future()

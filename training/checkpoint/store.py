@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,9 @@ class Checkpoints:
 
     file_bytes = 2**30  # of a file, unless one tensor is larger
 
-    def __init__(self, folder: Path, *, keep_last: int, on_progress: Callable[[], None] = lambda: None):
-        """`on_progress` is called after every file that a save writes, by the thread that has written it."""
-        self.folder = Path(folder)
-        self.keep_last, self.on_progress = keep_last, on_progress
+    def __init__(self, folder: Path, *, keep_last: int):
+        self.folder, self.keep_last = Path(folder), keep_last
+        self.on_progress: Callable[[], None] = lambda: None  # called by the thread that has written a file
         self._lock = threading.Lock()  # index.json: a save in the background, and `record_eval_loss`
         self._unpublished: dict[int, float | None] = {}  # eval loss of the step that is being saved
         self._group: Any = None  # process group of saves in the background
@@ -84,7 +84,7 @@ class Checkpoints:
         options["storage_writer"].on_written = stager.end_reading
         written: Future = _run_dcp(dcp.async_save, tensors, **options).upload_completion
         written.add_done_callback(lambda _: stager.end_reading())
-        return PendingSave(written, lambda: self._finished(step, lambda: _result(written)))
+        return PendingSave(written, lambda: self._finished(step, _raising_cause()(written.result)))
 
     def _options(self, step: int, meta: dict, eval_loss: float | None) -> dict[str, Any]:
         planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -106,7 +106,7 @@ class Checkpoints:
             if earlier:
                 remedy = f"earlier ones are intact; {remedy} to resume"
             failure = UserError(f"{final}: cannot write this checkpoint: {reason}; {remedy}")
-            failure.ranks = error.ranks  # set by _raise_cause
+            failure.ranks = error.ranks  # set by _raising_cause
             raise failure from None
         finally:
             if ranks.rank() == 0:
@@ -195,14 +195,14 @@ class PendingSave:
     """A save in the background."""
 
     def __init__(self, written: Future, finish: Callable[[], Path]):
+        """`finish` waits too. It returns the checkpoint or raises, as `Checkpoints.save` does."""
         self._written, self.finish = written, finish
 
     def done(self) -> bool:
         return self._written.done()
 
-    def wait(self, timeout: float) -> bool:
-        """Wait for at most `timeout` seconds. Return True if the save has ended."""
-        return bool(futures.wait([self._written], timeout).done)
+    def wait(self) -> None:
+        futures.wait([self._written])
 
 
 def in_groups(items: Iterable[Any], size_of: Callable[[Any], int], limit: int) -> Iterator[list[Any]]:
@@ -222,29 +222,24 @@ def in_groups(items: Iterable[Any], size_of: Callable[[Any], int], limit: int) -
 # Tensors in torch.distributed.checkpoint
 
 
+@contextmanager
+def _raising_cause() -> Iterator[None]:
+    """Raise the error of the first failing rank, disk errors first, with all such ranks in `ranks`."""
+    try:
+        yield
+    except dcp.CheckpointException as failure:
+        errors = [error for _, (error, _) in sorted(failure.failures.items())]
+        cause = min(errors, key=lambda error: not isinstance(error, OSError))
+        cause.ranks = dict.fromkeys(failure.failures, "")
+        raise cause from None
+
+
+@_raising_cause()
 def _run_dcp(function: Callable, tensors: dict[str, Tensor], **options: Any) -> Any:
-    """Call dcp.save, dcp.async_save or dcp.load. Raise the error of `_cause`."""
+    """Call dcp.save, dcp.async_save or dcp.load."""
     detached = {key: tensor.detach() for key, tensor in tensors.items()}
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on a single process
-    try:
-        return function(detached, no_dist=ranks.world_size() == 1, **options)
-    except dcp.CheckpointException as failure:
-        raise _cause(failure) from None
-
-
-def _result(written: Future) -> None:
-    try:
-        written.result()
-    except dcp.CheckpointException as failure:
-        raise _cause(failure) from None
-
-
-def _cause(failure: dcp.CheckpointException) -> BaseException:
-    """Return the error of the first failing rank, disk errors first, with all of them in `ranks`."""
-    errors = [error for _, (error, _) in sorted(failure.failures.items())]
-    cause = min(errors, key=lambda error: not isinstance(error, OSError))
-    cause.ranks = dict.fromkeys(failure.failures, "")
-    return cause
+    return function(detached, no_dist=ranks.world_size() == 1, **options)
 
 
 def _as_stored(tensor: Tensor) -> Tensor:

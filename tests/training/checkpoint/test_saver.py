@@ -8,7 +8,8 @@ import pytest
 import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.training.checkpoint import saver, staging, store
-from fp8_suite.training.checkpoint.saver import CheckpointSaver
+from fp8_suite.training.checkpoint.saver import CheckpointSaver, choose_stager
+from fp8_suite.training.checkpoint.settings import CheckpointConfig
 from fp8_suite.training.checkpoint.staging import Stager
 from fp8_suite.training.checkpoint.store import Checkpoints
 
@@ -48,6 +49,23 @@ def built(tmp_path, monkeypatch):
         return built, told
 
     return build
+
+
+@pytest.mark.parametrize(
+    ("interval", "done", "total", "in_background"),
+    [
+        ("500", 0, 1000, True),
+        ("500", 0, 500, False),
+        ("500", 400, 600, True),
+        ("500", 500, 900, False),
+        ("30m", 0, 9, True),
+        ("0", 0, 9, False),
+    ],
+)
+def test_saves_are_in_the_background_if_one_is_due_before_the_end(interval, done, total, in_background):
+    setup = SimpleNamespace(cfg=SimpleNamespace(checkpoint=CheckpointConfig(save_interval=interval)))
+    stager = choose_stager(setup, SimpleNamespace(owns_masters=True), done, total)
+    assert (stager is not None) == in_background
 
 
 @pytest.mark.usefixtures("slow_disk")

@@ -18,7 +18,7 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.training.checkpoint import index, store
 from fp8_suite.training.checkpoint.manifest import DamagedCheckpoint
 from fp8_suite.training.checkpoint.resume import eval_losses
-from fp8_suite.training.checkpoint.staging import Stager
+from fp8_suite.training.checkpoint.staging import Stager, Unstaged
 from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.optim.adamw import local
 from torch.distributed.device_mesh import init_device_mesh
@@ -109,8 +109,8 @@ def awkward_tensors() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("file_bytes", [2**31, 64], ids=["one file", "many files"])
 def test_every_kind_of_tensor_is_restored_bit_by_bit(tmp_path, file_bytes):
     progress = []
-    checkpoints = Checkpoints(tmp_path, keep_last=1, on_progress=lambda: progress.append(1))
-    checkpoints.file_bytes = file_bytes
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.file_bytes, checkpoints.on_progress = file_bytes, lambda: progress.append(1)
     tensors, meta = awkward_tensors(), {"step": 100, "nested": {"list": [1, 2.5, None, "x"]}}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -371,15 +371,20 @@ def test_a_save_in_the_background_holds_the_state_at_its_begin(tmp_path, monkeyp
     assert index_of(checkpoints)["eval_losses"] == {"2": 0.5}
 
 
-def test_a_write_error_in_the_background_is_raised_when_it_is_looked_for(tmp_path):
+def test_a_state_that_is_a_copy_already_is_saved_without_warnings(tmp_path):
     checkpoints = save_steps(tmp_path, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = checkpoints.start_save(2, filled(2), {}, Unstaged()).finish()
+    assert holds(checkpoints, path, 2)
+
+
+def test_a_write_error_in_the_background_is_raised_when_the_save_is_finished(tmp_path):
+    checkpoints, message = save_steps(tmp_path, 1), "step_000002: cannot write this .*earlier ones are intact"
     with disk_that_takes(450):
         pending = checkpoints.start_save(2, filled(2), {}, Stager(CPU))
-        assert pending.wait(60)
-    with pytest.raises(
-        UserError, match=r"step_000002: cannot write this checkpoint.*earlier ones are intact"
-    ):
-        pending.finish()
+        with pytest.raises(UserError, match=message):
+            pending.finish()
     assert on_disk(checkpoints) == [1] and not list(tmp_path.glob(".step*"))
 
 
