@@ -47,13 +47,13 @@ def main(
     start: Callable[[Config], torch.device],
     started: float = 0.0,
     cfg: Config | None = None,
-    work: Callable[[PreparedRun, Loaders, ExitStack, ExitStack], int] | None = None,
+    work: Callable[[Trainer], bool] | None = None,
 ) -> int:
     """Run a training command and return its exit code. A UserError is printed as one line.
 
     `cfg` holds the settings if `argv` is already parsed. `start` initializes the process group, if any, and
     returns this rank's device. `started` is time.perf_counter() at process start, from which
-    `seconds_to_first_step` is measured. `work` replaces `run`.
+    `seconds_to_first_step` is measured. `work` replaces `Trainer.train`.
     """
     watchdog = None
     cleanup = ExitStack()  # closed on every exit
@@ -67,7 +67,7 @@ def main(
             logging.getLogger("fp8_suite.data").setLevel(logging.ERROR)
         started = started or time.perf_counter()
         prepared, loaders = prepare(cfg, device, watchdog, started, cleanup)
-        code = (work or run)(prepared, loaders, cleanup, signals)
+        code = run(prepared, loaders, cleanup, signals, work)
         watchdog.pause()
         on_rank0 = ranks.rank() == 0
         ranks.leave(watchdog.close)
@@ -85,7 +85,13 @@ def main(
         signals.close()
 
 
-def run(prepared: PreparedRun, loaders: Loaders, cleanup: ExitStack, signals: ExitStack) -> int:
+def run(
+    prepared: PreparedRun,
+    loaders: Loaders,
+    cleanup: ExitStack,
+    signals: ExitStack,
+    work: Callable[[Trainer], bool] | None = None,
+) -> int:
     """Train a prepared run and return the exit code. Collective."""
     if prepared.finished:
         cleanup.close()
@@ -109,7 +115,7 @@ def run(prepared: PreparedRun, loaders: Loaders, cleanup: ExitStack, signals: Ex
     signals.enter_context(trainer.stop.listening())
     prepared.watchdog.starting("training")
     try:
-        finished = trainer.train()
+        finished = work(trainer) if work else trainer.train()
         trainer.stop.remaining_work = "the export and the logs"
         trainer.logs.display.close()
         if finished and prepared.cfg.exports:

@@ -173,7 +173,8 @@ def test_the_example_of_a_comparison_is_that_of_the_record():
 def test_the_cost_of_saves_is_that_of_the_record():
     (text,) = read_texts("saves").values()
     lines = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|")]
-    at_once, background = (dict(zip(lines[0], line, strict=True)) for line in lines[2:])
+    rows = {line[1]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
+    at_once, background = rows["sync"], rows["async"]
     size, added, written, waited = re.search(
         rf"1B, ({NUMBER}) GB.*adds\s+({NUMBER}) s to .* written in ({NUMBER}) s,.*adds ({NUMBER}) s",
         (ROOT / "docs/results.md").read_text(encoding="utf-8"),
