@@ -163,10 +163,13 @@ class Watchdog:
                 self._exit()
 
     def _finish_save(self) -> None:
-        """Wait for the save in the background: all ranks that live can finish it after one's error."""
+        """Wait for the save in the background: all ranks that live can finish it after one's error.
+
+        Use no store meanwhile, which is gone if rank 0 exits first.
+        """
         deadline = self._clock + self.timeout
         while self.saving() and self._clock < deadline and not self._wait():
-            self._send()
+            pass
 
     def _wait(self) -> bool:
         """Wait for a heartbeat interval. Return True if the watchdog has been closed."""

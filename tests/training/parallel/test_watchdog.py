@@ -80,6 +80,21 @@ def test_ranks_that_fell_silent_are_named_when_a_collective_fails(one, monkeypat
     assert one.lost_ranks() and one.fail() and one.lost_ranks() is None and not one.fail()
 
 
+def test_a_rank_whose_save_ends_after_an_error_exits_although_the_store_is_gone(one, monkeypatch):
+    """Rank 0, which has the store, may exit first."""
+    looks = iter([True, False])
+
+    def saving() -> bool:
+        monkeypatch.setattr(one, "_send", lambda: pytest.fail("the store is gone"))
+        return next(looks)
+
+    one.saving = saving
+    one.fail()
+    monkeypatch.setattr(one, "_exit", sys.exit)
+    with pytest.raises(SystemExit):
+        one._watch()
+
+
 def test_time_in_which_the_process_was_suspended_does_not_count(one, monkeypatch):
     """A suspended process receives no heartbeats, and the other ranks may have been suspended too."""
     now = one._updated
