@@ -269,10 +269,8 @@ def build_parser() -> argparse.ArgumentParser:
         add(f"--{flag}", type=_positive, metavar="X", help=text)
     network = "network bandwidth per GPU in GB/s, one direction (default: 50, or 400 Gbit/s; assumed by auto)"
     add("--network_gbs", type=_positive, default=NETWORK_BANDWIDTH / 1e9, metavar="X", help=network)
-    disk = (
-        "disk bandwidth in GB/s for --save_interval, over all nodes; adds a column with goodput (default: 1; "
-    )
-    add("--disk_gb_per_second", type=_positive, metavar="X", help=f"{disk}2.6 was measured on an H100 host)")
+    disk = "disk bandwidth of all nodes in GB/s; adds a column with goodput (default with --save_interval: 1"
+    add("--disk_gb_per_second", type=_positive, metavar="X", help=f"{disk}; 2.6 on an H100 host)")
     tokens = "training tokens, such as 15e12; adds a column with days"
     add("--tokens", type=_positive, metavar="X", help=tokens)
     price = "price in any currency; adds a column with the cost of --tokens"

@@ -12,9 +12,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-CACHE = Path("~/.cache/flash_attention_4")  # compiled kernels; compiling takes 14 s at every start
+CACHE = Path("~/.cache/flash_attention_4")  # compiled kernels, which take 14 s to compile
 COMPILER = "fp8_suite.te_models.kernels.flash_attention"
-# Without them the compiler asks the GPU. CUDA shows it none, since a context takes memory.
+# The compiler must not open the GPU, whose memory the run needs, so it does not see the architecture.
 ON_CPU = {"FLASH_ATTENTION_ARCH": "sm_90a", "CUTE_DSL_ARCH": "sm_90a", "CUDA_VISIBLE_DEVICES": ""}
 COMPILE_SECONDS = 60.0  # the longest wait for a compiler
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from fp8_suite.core.errors import first_line
+from fp8_suite.core.gpus import HOPPER
 
 
 @dataclass(frozen=True)
@@ -42,4 +43,4 @@ def reports_failure(self_test: Callable[..., str | None]) -> Callable[..., str |
 
 def on_hopper() -> bool:
     """True if this process's GPU is a Hopper, which most of the kernels are written for."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER

@@ -273,7 +273,6 @@ def test_padding_with_eos_keeps_the_loss_on_real_eos(load, tokenizer, packing):
 
 
 NO_ROWS = "--dataset_name .*: (split train|the stream) has no rows.*; .*choose another"
-NO_OBJECT = r"no line can be read as a JSON object in UTF-8 \(the first: not valid JSON\)"
 ERRORS = {
     "unknown split": (USABLE, {"split_name": "dev"}, "--split_name dev: no such split.*it has train$"),
     "empty file": (b"", {"name": "a.jsonl"}, "--dataset_name .*: cannot be read: a.jsonl is empty"),
