@@ -39,17 +39,11 @@ def choose_stager(setup: TrainingSetup, strategy: Strategy, done: int, last: int
     fitting = ranks.gather([copies_host for copies_host, size in needed.items() if size <= free])
     if all(True in choices for choices in fitting):
         return Stager(strategy.device)
-    reason = (
-        f"copying the state needs {needed[True] / 1e9:.0f} GB of host memory per node, "
-        f"which has {free / 1e9:.0f} GB left"
-    )
+    reason = f"a copy takes {needed[True] / 1e9:.0f} GB of host memory per node, {free / 1e9:.0f} GB are left"
     if all(False in choices for choices in fitting):
         print_rank0(f"saves write offloaded state from where it is, and the next update waits: {reason}")
         return Stager(strategy.device, copies_host=False)
-    print_rank0(
-        f"WARNING: training stops while a checkpoint is written: {reason}; give the job more, or save less "
-        "often (--save_interval)"
-    )
+    print_rank0(f"WARNING: training waits for every save: {reason}; save less often (--save_interval)")
     return None
 
 

@@ -68,6 +68,20 @@ def test_saves_are_in_the_background_if_one_is_due_before_the_end(interval, done
     assert (stager is not None) == in_background
 
 
+@pytest.mark.parametrize(("gathered", "copies_host"), [([12, 12], True), ([12, 7], False), ([7, 3], None)])
+def test_the_node_with_the_least_memory_decides_what_is_copied(gathered, copies_host, monkeypatch, capsys):
+    """Copies of the state take 10 bytes, and 5 without that in host memory."""
+    setup = SimpleNamespace(cfg=SimpleNamespace(checkpoint=CheckpointConfig(save_interval="1")))
+    rooms = [[choice for choice, size in ((True, 10), (False, 5)) if size <= free] for free in gathered]
+    monkeypatch.setattr(saver.ranks, "gather", lambda choices: rooms if choices == rooms[0] else None)
+    monkeypatch.setattr(saver, "host_capacity", lambda setup: gathered[0] + 1)
+    monkeypatch.setattr(saver, "offloaded_bytes", lambda setup: 1)
+    monkeypatch.setattr(saver, "staging_bytes", lambda setup, copies_host: 10 if copies_host else 5)
+    stager = choose_stager(setup, SimpleNamespace(owns_masters=False, device=CPU), 0, 9)
+    assert (stager and stager.copies_host) is copies_host
+    assert ("WARNING" in capsys.readouterr().out) == (stager is None)
+
+
 @pytest.mark.usefixtures("slow_disk")
 def test_a_save_waits_for_the_one_before_and_says_how_long(built):
     run, told = built()
