@@ -61,7 +61,8 @@ def _work_ahead(cfg: Config | None) -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     capability = open_gpu(local_rank)
     if cfg and capability == HOPPER and not flash_attention_cache.compiled():
-        with suppress(UnreadableFile, LookupError, TypeError):  # not a preset, or no config.json of a decoder
+        # Not a preset, no config.json of a decoder, or no process can be started.
+        with suppress(UnreadableFile, LookupError, TypeError, OSError):
             for arguments in kernels_to_compile(cfg):
                 flash_attention_cache.start_compiler(*arguments)
 

@@ -102,8 +102,8 @@ def prepare(
         resume = watchdog.run_on_rank0(
             "looking for a checkpoint", lambda: _find_checkpoint(cfg, resolved.precision, folder, checkpoints)
         )
-        saves_first = cfg.checkpoint.save_checkpoints and cfg.optim.max_steps != 0 and not resume
-        size = checkpoint_bytes(sizing.chosen) if saves_first else 0.0
+        starts = cfg.optim.max_steps != 0 and not (resume and resume.same_run)
+        size = checkpoint_bytes(sizing.chosen) if starts and cfg.checkpoint.save_checkpoints else 0.0
         ranks.run_on_rank0(checkpoints.delete_leftovers)
         ranks.run_on_rank0(lambda: check_space(folder, size))
         ranks.run_on_rank0(lambda: _record_settings(cfg, folder))  # loading the data may take hours
