@@ -95,10 +95,7 @@ def run(
     """Train a prepared run and return the exit code. Collective."""
     if prepared.finished:
         cleanup.close()
-        remedy = f"it has {prepared.resume.step:,} steps; raise --max_steps or --num_epochs to continue"
-        if not prepared.total_steps:
-            remedy = f"to evaluate it: --resume {prepared.folder} --max_steps 0 and another --output_dir"
-        print_rank0(f"this run is finished; {remedy}")
+        _report_finished(prepared)
         return 0
     prepared.watchdog.starting("building the model")
     with discarded_if_refused(prepared.folder, is_new=prepared.new_folder):
@@ -153,6 +150,13 @@ def _seed(seed: int, *, deterministic: bool) -> None:
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # slow and not needed
+
+
+def _report_finished(prepared: PreparedRun) -> None:
+    remedy = f"it has {prepared.resume.step:,} steps; raise --max_steps or --num_epochs to continue"
+    if not prepared.total_steps:
+        remedy = f"to evaluate it: --resume {prepared.folder} --max_steps 0 and another --output_dir"
+    print_rank0(f"this run is finished; {remedy}")
 
 
 def _report_model(prepared: PreparedRun, assembly: Assembly) -> None:
