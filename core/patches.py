@@ -188,6 +188,12 @@ CHANGES = (
         until="the forward pass ends",
     ),
     Change(
+        "filter of warnings: torch.distributed is disabled",
+        "torch warns of it at every save and load of a single process, also in the thread of a save",
+        by="training/checkpoint/store.py:_run_dcp",
+        tested_by="tests/training/checkpoint/test_store.py",
+    ),
+    Change(
         "environment: WANDB_RUN_GROUP, unless the user set it",
         "W&B groups the runs of a comparison or sweep",
         by="benchmarks/records/grid.py:train_all",

@@ -121,11 +121,11 @@ def check_space(folder: Path, size: float) -> None:
 
 
 def warn_of_space(folder: Path, size: float, cfg: CheckpointConfig, steps: int) -> None:
-    """Warn if the disk has no room for all checkpoints of `size` bytes that a run of `steps` keeps."""
+    """Warn if the disk has no room for all checkpoints of `size` bytes that a new run of `steps` keeps."""
     every, seconds = parse_save_interval(cfg.save_interval)
     saves = math.inf if seconds else math.ceil(steps / every) if every else 1
     # A save needs its room before it deletes the oldest checkpoint.
-    needed = min(cfg.keep_last + 1, saves) - len(step_folders(folder / "checkpoints"))
+    needed = min(cfg.keep_last + 1, saves)
     free = shutil.disk_usage(folder).free
     if needed * size > free:
         print_rank0(

@@ -119,11 +119,10 @@ class CheckpointSaver:
             return 0.0
         began, self._blocking = time.perf_counter(), True
         self.heartbeat()
-        self.pending.wait()
-        pending, self.pending = self.pending, None
         try:
-            pending.finish()
+            self.pending.finish()
         finally:
+            self.pending = None
             self.before_update()
             self.wall_time.move(self.stager.gpu_waited(), "steps", "saving")
             self.stager.release()

@@ -15,7 +15,6 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -195,14 +194,11 @@ class PendingSave:
     """A save in the background."""
 
     def __init__(self, written: Future, finish: Callable[[], Path]):
-        """`finish` waits too. It returns the checkpoint or raises, as `Checkpoints.save` does."""
+        """`finish` waits, and returns the checkpoint or raises, as `Checkpoints.save` does."""
         self._written, self.finish = written, finish
 
     def done(self) -> bool:
         return self._written.done()
-
-    def wait(self) -> None:
-        futures.wait([self._written])
 
 
 def in_groups(items: Iterable[Any], size_of: Callable[[Any], int], limit: int) -> Iterator[list[Any]]:
