@@ -18,13 +18,13 @@ from fp8_suite.training.tracking.metrics import METRICS
 TABLE = Path(__file__).resolve().parents[1] / "results" / "records.jsonl.gz"
 RECORD = "record.json"  # in a run folder: what a benchmark measured, with its printed `text`
 MAX_POINTS = 200  # per curve
-CURVES = ("train/loss", "train/grad_norm", "train/epoch", "perf/tokens_per_second")
+CURVES = ("train/loss", "train/grad_norm", "train/epoch", "perf/tokens_per_second", "perf/goodput")
 DIGITS = 7  # significant digits of a value
 ENVIRONMENT = (
     *("date", "git", "versions", "gpu_name", "gpu_count", "driver", "cuda", "cudnn", "python"),
     *("requested_recipe", "recipe", "fallback_reason", "te_backend", "emulated", "optimizer"),
     *("sharding_mode", "world_size", "nodes", "coverage", "data", "attention_backend", "flash_attention"),
-    "seconds_to_first_step",
+    *("seconds_to_first_step", "seconds_by_phase"),
 )
 Row = dict[str, Any]
 

@@ -171,17 +171,35 @@ def test_the_example_of_a_comparison_is_that_of_the_record():
 
 
 def test_the_cost_of_saves_is_that_of_the_record():
-    (text,) = read_texts("saves").values()
-    lines = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|")]
-    rows = {line[1]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
-    at_once, background = rows["sync"], rows["async"]
-    size, added, written, waited = re.search(
-        rf"1B, ({NUMBER}) GB.*adds\s+({NUMBER}) s to .* written in ({NUMBER}) s,.*adds ({NUMBER}) s",
-        (ROOT / "docs/results.md").read_text(encoding="utf-8"),
-        re.DOTALL,
-    ).groups()
-    assert shows(size, float(background["GB"])) and shows(waited, float(at_once["s added"]))
-    assert shows(added, float(background["s added"])) and shows(written, float(background["s to publish"]))
+    records = {}
+    for text in read_texts("saves").values():
+        lines = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line[:1] == "|"]
+        rows = {line[1]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
+        if "async" in rows:
+            records[rows["async"]["GB"].split(".")[0]] = rows
+    table = find("results.md", "Saves and starts")
+    assert len(table.rows) == len(records)
+    for row in table.rows:
+        record = records[row["GB"].split(".")[0]]
+        background = record["async"]
+        assert row["steps beside it"] == background["steps beside a save"]
+        for shown, column in (("GB", "GB"), ("s added", "s added"), ("s to write", "s to publish")):
+            assert shows(row[shown], float(background[column]))
+        waiting = row["s added, waiting"]
+        assert waiting == "-" or shows(waiting, float(record["sync"]["s added"]))
+
+
+def test_goodput_and_starts_are_those_of_the_record():
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8").split("## Saves and starts")[1]
+    (run,) = runs_of("goodput")
+    spent, goodput = run.value("wall_seconds_by_kind"), run.value("goodput")
+    for share in (goodput, run.series("perf/goodput")[-1][1]):
+        assert f"{share:.1%}".replace("%", " %") in text
+    for kind, value in re.findall(rf"the\s+(start|evaluation)\s+({NUMBER})\s+s", text):
+        assert shows(value, spent[kind])
+    starts = {run.name: run.environment["seconds_to_first_step"] for run in runs_of("starts")}
+    for name in ("8b-fresh", "8b-warm", "8b-warm2", "8b-lost", "8b-lost-alone", "32b"):
+        assert f"{starts[name]:.1f}" in text
 
 
 def test_emulated_losses_are_as_far_from_te_s_as_the_page_says():
