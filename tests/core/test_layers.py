@@ -19,6 +19,7 @@ LINE = [
     *("benchmarks", "benchmarks/saves"),
 ]
 LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "nvdlfw_inspect"}
+LAZY |= {"accelerate", "peft", "trl", "compressed_tensors", "lm_eval"}
 SOURCES = [
     path
     for top in ("core", "data", "te_models", "training", "benchmarks")

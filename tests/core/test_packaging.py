@@ -22,7 +22,10 @@ READ = {".py", ".j2", ".json", ".yaml", ".gz", ".xz", ".md"}  # files that the s
 
 @pytest.mark.parametrize(
     ("file", "ranges"),
-    [("requirements.txt", PROJECT["dependencies"] + EXTRAS["dev"]), ("requirements-gpu.txt", EXTRAS["gpu"])],
+    [
+        ("requirements.txt", PROJECT["dependencies"] + EXTRAS["integrations"] + EXTRAS["dev"]),
+        ("requirements-gpu.txt", EXTRAS["gpu"]),
+    ],
 )
 def test_pins_are_within_the_ranges_of_the_same_packages(file, ranges):
     lines = [line.partition("#")[0].strip() for line in (ROOT / file).read_text().splitlines()]
