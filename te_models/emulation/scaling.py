@@ -236,7 +236,9 @@ def checkpoint(function: Callable, *args: Any, use_reentrant: bool = True, **kwa
 
     if not use_reentrant:
         contexts = one_pass(replaying=False), one_pass(replaying=True)
-        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
+        # Like TE's, the second pass runs to its end, where `te_models.recompute` checks it.
+        settings = {"use_reentrant": False, "early_stop": False, "context_fn": lambda: contexts}
+        return torch_checkpoint(function, *args, **settings, **kwargs)
 
     def run(*inputs: Any) -> Any:
         with one_pass(replaying=torch.is_grad_enabled()):

@@ -20,6 +20,7 @@ The down projection never runs again: backward does not need its result.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -31,7 +32,12 @@ from fp8_suite.te_models.recompute.offload import ActivationOffload
 from fp8_suite.te_models.settings import KEPT
 from torch import Tensor, nn
 
-GEMMS = ("qkv", "output", "gate_up", "down")  # in the order in which a layer runs them
+# Results of the GEMMs of a layer's modules, in the order in which a module's forward pass runs them.
+GEMMS = {
+    "self_attention.layernorm_qkv": ("qkv",),
+    "self_attention.proj": ("output",),
+    "layernorm_mlp": ("gate_up", "down"),
+}
 
 
 def run_recomputed(
@@ -55,7 +61,7 @@ def run_recomputed(
     kept = _Results(() if reentrant else KEPT[level], backend)
 
     def run(hidden: Tensor, **arguments: Any) -> Tensor:
-        with kept.next_pass():
+        with kept.next_pass(layer):
             return layer(hidden, **arguments)
 
     if backend == "native" and not reentrant:
@@ -79,56 +85,70 @@ def run_recomputed(
 
 
 class _Results:
-    """Results of one layer's kernels, from its forward pass to its recomputation."""
+    """Results of one layer's kernels, from its forward pass to its recomputation.
+
+    The key of a result is its name and the number of the call in its pass, so a module may run several times.
+    """
 
     def __init__(self, names: tuple[str, ...], backend: str):
         self.names, self.backend = names, backend
-        self.results: dict[str, Any] = {}
+        self.results: dict[tuple[str, int], Any] = {}
         self.passes = 0
 
     @contextmanager
-    def next_pass(self) -> Iterator[None]:
-        """Store results in the first pass; use them in the second."""
+    def next_pass(self, layer: nn.Module) -> Iterator[None]:
+        """Store results in the first pass; use each of them once in the second."""
         self.passes += 1
         call = self._record if self.passes == 1 else self._replay
-        gemms = iter(GEMMS)
-        is_native = self.backend == "native"
-        with ExitStack() as stack:
-            patch = TE_GEMMS if is_native else EMULATED_GEMMS
-            stack.enter_context(patch.on(lambda kernel: _wrap(kernel, lambda: next(gemms), call)))
-            if is_native:
-                patch = TE_ATTENTION
-                stack.enter_context(patch.on(lambda kernel: _wrap(kernel, lambda: "attention", call)))
-            yield
+        gemms: Iterator[str] = iter(())  # of the module that runs
+        calls: Counter[str] = Counter()
 
-    def _record(self, name: str, kernel: Callable, *args: Any, **kwargs: Any) -> Any:
+        def enter(names: tuple[str, ...], *_: Any) -> None:
+            nonlocal gemms
+            gemms = iter(names)
+
+        def wrap(kernel: Callable, name: Callable[[], str | None]) -> Callable:
+            """Return a function with `kernel`'s attributes, such as compiled code, that keeps its result."""
+
+            @functools.wraps(kernel)
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                if (result := name()) is None:  # not a GEMM of a module in GEMMS
+                    return kernel(*args, **kwargs)
+                calls[result] += 1
+                return call((result, calls[result]), kernel, *args, **kwargs)
+
+            return replacement
+
+        with ExitStack() as stack:
+            for path, names in GEMMS.items():
+                hook = functools.partial(enter, names)
+                stack.callback(layer.get_submodule(path).register_forward_pre_hook(hook).remove)
+            is_native = self.backend == "native"
+            patch = TE_GEMMS if is_native else EMULATED_GEMMS
+            stack.enter_context(patch.on(lambda kernel: wrap(kernel, lambda: next(gemms, None))))
+            if is_native:
+                stack.enter_context(TE_ATTENTION.on(lambda kernel: wrap(kernel, lambda: "attention")))
+            yield
+        assert self.passes == 1 or not self.results, f"recomputation did not use {list(self.results)}"
+
+    def _record(self, key: tuple[str, int], kernel: Callable, *args: Any, **kwargs: Any) -> Any:
         result = kernel(*args, **kwargs)
-        if name == "down":
-            self.results[name] = _map(_allocation, result)
-        elif name in self.names and _is_plain(result):
-            self.results[name] = _map(Tensor.detach, result)
+        if key[0] == "down":
+            self.results[key] = _map(_allocation, result)
+        elif key[0] in self.names and _is_plain(result):
+            self.results[key] = _map(Tensor.detach, result)
         return result
 
-    def _replay(self, name: str, kernel: Callable, *args: Any, **kwargs: Any) -> Any:
-        if name not in self.results:
+    def _replay(self, key: tuple[str, int], kernel: Callable, *args: Any, **kwargs: Any) -> Any:
+        if key not in self.results:
             return kernel(*args, **kwargs)
-        result = self.results.pop(name)
-        return _map(lambda allocate: allocate(), result, functools.partial) if name == "down" else result
+        result = self.results.pop(key)
+        return _map(lambda allocate: allocate(), result, functools.partial) if key[0] == "down" else result
 
 
 def _allocation(result: Tensor) -> functools.partial:
     """Return a function that allocates a tensor like this one, with any values."""
     return functools.partial(torch.empty, result.shape, dtype=result.dtype, device=result.device)
-
-
-def _wrap(kernel: Callable, name: Callable[[], str], call: Callable) -> Callable:
-    """Return `call(name(), kernel, ...)` as a function with `kernel`'s attributes, such as compiled code."""
-
-    @functools.wraps(kernel)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return call(name(), kernel, *args, **kwargs)
-
-    return replacement
 
 
 def _map(function: Callable, result: Any, kind: type = Tensor) -> Any:

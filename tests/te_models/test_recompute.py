@@ -1,6 +1,7 @@
 """Levels of recomputation: emulated TE layers, Hugging Face layers, and --recompute's values."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -9,6 +10,7 @@ import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.emulation import gemm
+from fp8_suite.te_models.emulation.transformer import MultiheadAttention
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS, recompute_levels
 from fp8_suite.te_models.spec import ModelSpec
@@ -87,6 +89,35 @@ def test_a_level_runs_only_its_gemms_again(monkeypatch, level, again):
     train(replace(OPTIONS, recompute=f"{level}:2"))
     assert products[("transpose_b",)] == 3 * (3 * 4 + 2 * again)  # steps, layers, GEMMs of forward
     assert products[()] == products[("transpose_a",)] == 3 * 3 * 4  # gradients of inputs and weights
+
+
+def repeat_attention(times: Callable[[], int], options: BuildOptions) -> list[torch.Tensor]:
+    """Return losses and gradients of a model whose first layer runs its attention several times in a pass."""
+
+    class Repeated(MultiheadAttention):
+        def forward(self, x, *arguments):
+            for _ in range(times()):
+                x = super().forward(x, *arguments)
+            return x
+
+    model = build_model(SPEC, options)
+    model.layers[0].self_attention.__class__ = Repeated
+    ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    loss = model(ids, ids).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_module_may_run_several_times_in_a_layer(level):
+    expected = repeat_attention(lambda: 2, OPTIONS)
+    assert equal(repeat_attention(lambda: 2, replace(OPTIONS, recompute=level)), expected)
+
+
+def test_a_result_that_recomputation_does_not_use_is_an_error():
+    runs = iter([2, 1])  # times in the first pass, and when it is recomputed
+    with pytest.raises(AssertionError, match=r"did not use .*'qkv', 2"):
+        repeat_attention(lambda: next(runs), replace(OPTIONS, recompute="cheap"))
 
 
 @pytest.mark.parametrize("recompute", ["mlp", "layer", "full", "mlp:1+layer:1"])
