@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.core.errors import UserError
-from safetensors import SafetensorError
 
 # Errors of a write.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -31,7 +30,7 @@ def explaining_write_errors(path: Path) -> Iterator[None]:
 
 def write_remedy(error: OSError) -> str:
     """Return what to do about an error of a write."""
-    if error.errno is None or error.errno in DISK_FULL:  # None: safetensors' error has no number
+    if error.errno in DISK_FULL:
         return "free space"
     if error.errno in NOT_WRITABLE:
         return "make it writable"
@@ -96,15 +95,3 @@ def to_json(value: Any, indent: int | None = None) -> bytes:
     """Encode strict JSON; NaN and infinities, which it lacks, become strings that float() reads."""
     strict = json.loads(json.dumps(value), parse_constant=str)
     return json.dumps(strict, indent=indent, allow_nan=False).encode()
-
-
-def save_tensors(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file with the permissions of the folder's other files. Raises OSError."""
-    from safetensors.torch import save_file  # imports torch, which `--help` does without
-
-    try:
-        save_file(tensors, path, metadata={"format": "pt"} | metadata)
-    except SafetensorError as error:  # its message contains the OS error
-        raise OSError(str(error)) from None
-    with contextlib.suppress(OSError):  # some file systems have no modes
-        path.chmod(path.parent.stat().st_mode & 0o666)

@@ -6,30 +6,25 @@ import copy
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from fp8_suite.core.errors import UserError, bad_setting
-from fp8_suite.core.files import (
-    hidden,
-    publish,
-    recover,
-    save_tensors,
-    sync_to_disk,
-    write_json,
-    write_remedy,
-)
+from fp8_suite.core.files import hidden, publish, recover, sync_to_disk, write_json, write_remedy
 from fp8_suite.core.readers import read_record
 from fp8_suite.te_models.spec import auto_class
 from fp8_suite.training.checkpoint.store import in_groups
+from fp8_suite.training.checkpoint.writer import write_tensors
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 NamedTensors = Iterable[tuple[str, Tensor]]
-MAX_SHARD_BYTES = 4 * 2**30
+MAX_SHARD_BYTES = 2 * 2**30
 
 
 def export_hf(
@@ -44,24 +39,19 @@ def export_hf(
 ) -> Path:
     """Write (name, tensor) pairs as a Hugging Face model folder in BF16; return its path. On one process.
 
-    Names and shapes are Hugging Face's, without a tied `lm_head.weight`. About MAX_SHARD_BYTES are in memory
-    at a time. Remote code named in `config` is copied from `code_folder`. A complete export replaces an
-    earlier one; other files in the folder are kept.
+    Names and shapes are Hugging Face's, without a tied `lm_head.weight`. Two shards of at most
+    MAX_SHARD_BYTES are in memory at a time. Remote code named in `config` is copied from `code_folder`. A
+    complete export replaces an earlier one; other files in the folder are kept.
     UserError if a tensor does not match the model of `config`, if `check_export` fails, or if writing fails.
     """
-    partial = hidden(folder, "partial")
-    try:
-        recover(folder)
-        check_export(folder)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with replacing_export(folder) as partial:
         config = copy.deepcopy(config)
         config.dtype = torch.bfloat16
         with torch.device("meta"):
             kind = auto_class(config, trust_remote_code=trust_remote_code)
             model = kind.from_config(config, trust_remote_code=trust_remote_code)
         config.architectures = [type(model).__name__]
-        _write_shards(partial, _to_hub_format(model, _check_and_cast(model, tensors)))
+        write_shards(partial, _to_hub_format(model, _check_and_cast(model, tensors)))
         config.save_pretrained(partial)
         (generation_config or GenerationConfig.from_model_config(config)).save_pretrained(partial)
         if tokenizer is not None:
@@ -69,6 +59,19 @@ def export_hf(
         if code_folder and getattr(config, "auto_map", None):
             for path in code_folder.glob("*.py"):
                 shutil.copy(path, partial)
+    return folder
+
+
+@contextmanager
+def replacing_export(folder: Path) -> Iterator[Path]:
+    """Yield a new, empty folder that becomes `folder` if the block succeeds; see `export_hf`."""
+    partial = hidden(folder, "partial")
+    try:
+        recover(folder)
+        check_export(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
         _publish_export(folder, partial)
     except OSError as error:
         kept = "an earlier export is intact; " if folder.exists() else ""
@@ -77,7 +80,6 @@ def export_hf(
         raise UserError(f"{reason}; {remedy}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return folder
 
 
 def check_export(folder: Path, source: Path | None = None) -> None:
@@ -157,19 +159,25 @@ def _to_hub_format(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[st
         yield from revert_weight_conversion(model, dict(layer)).items()
 
 
-def _write_shards(folder: Path, tensors: NamedTensors) -> None:
+def write_shards(folder: Path, tensors: NamedTensors) -> None:
     """Write shards as the tensors arrive, then rename them: final names contain the number of shards.
 
-    A shard has at most MAX_SHARD_BYTES, or one larger tensor.
+    A shard has at most MAX_SHARD_BYTES, or one larger tensor. One is written while the next is gathered.
     """
     files: list[list[str]] = []
     total = 0
     on_cpu = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
-    for shard in in_groups(on_cpu, lambda pair: pair[1].nbytes, MAX_SHARD_BYTES):
-        save_tensors(dict(shard), folder / f"{len(files)}.part", {})
-        files.append([name for name, _ in shard])
-        total += sum(tensor.nbytes for _, tensor in shard)
-        shard.clear()  # free the memory before the next shard is gathered
+    with ThreadPoolExecutor(1) as pool:
+        written: Future | None = None
+        for shard in in_groups(on_cpu, lambda pair: pair[1].nbytes, MAX_SHARD_BYTES):
+            if written is not None:
+                written.result()
+            written = pool.submit(write_tensors, folder / f"{len(files)}.part", dict(shard), {})
+            files.append([name for name, _ in shard])
+            total += sum(tensor.nbytes for _, tensor in shard)
+            shard.clear()  # the writer frees the memory
+        if written is not None:
+            written.result()
     if len(files) == 1:
         (folder / "0.part").rename(folder / "model.safetensors")
         return

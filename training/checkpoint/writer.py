@@ -24,6 +24,7 @@ DTYPES = {  # names in safetensors' header
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
