@@ -12,7 +12,7 @@ from fp8_suite.core.packages import ROOT
 LINE = [
     *("core", "settings"),
     *("data/demo", "data/reading", "data"),
-    *("te_models/emulation", "te_models/kernels", "te_models/recompute", "te_models"),
+    *("te_models/emulation", "te_models/kernels", "te_models/recompute", "te_models/quantized", "te_models"),
     *("training/tracking", "training/optim", "training/parallel", "training/estimate", "training/precision"),
     *("training/checkpoint", "training", "training/doctor"),
     *("benchmarks/records", "benchmarks/report", "benchmarks/compare", "benchmarks/plan"),
