@@ -67,7 +67,7 @@ def verify_files(
     """
     manifest = read_manifest(folder)
     files = manifest["files"]
-    for path in folder.glob("*.safetensors"):  # torch's reader opens all of them
+    for path in folder.glob("*.safetensors"):
         if path.name not in files:
             raise DamagedCheckpoint(f"{path}: not in {MANIFEST}, so it is not part of this checkpoint")
     try:
@@ -75,7 +75,12 @@ def verify_files(
     except OSError as error:
         raise DamagedCheckpoint(f"{error.filename}: {error.strerror}") from None
     for name, digest in actual.items():
-        if digest != files[name]:
-            sizes = f"{digest['size']} of {files[name]['size']} bytes"
-            raise DamagedCheckpoint(f"{folder / name}: does not match its checksum ({sizes})")
+        check_file(folder / name, digest, files[name])
     return manifest
+
+
+def check_file(path: Path, digest: dict, expected: dict) -> None:
+    """DamagedCheckpoint unless a file's size and checksum are those of the manifest."""
+    if digest != expected:
+        sizes = f"{digest['size']} of {expected['size']} bytes"
+        raise DamagedCheckpoint(f"{path}: does not match its checksum ({sizes})")

@@ -1,4 +1,4 @@
-"""Checkpoint storage: atomic saves with torch.distributed.checkpoint, verified before loading.
+"""Checkpoint storage: atomic saves with torch.distributed.checkpoint, verified by the pass that loads them.
 
     checkpoints/step_000100/*.safetensors     every rank's shards
     checkpoints/step_000100/meta.json         the caller's JSON
@@ -29,8 +29,9 @@ from fp8_suite.core.readers import read_json
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.index import step_name
 from fp8_suite.training.checkpoint.manifest import THREADS, digests, read_manifest, write_manifest
+from fp8_suite.training.checkpoint.reader import Reader
 from fp8_suite.training.checkpoint.staging import Stager, Unstaged
-from fp8_suite.training.checkpoint.writer import write_tensors
+from fp8_suite.training.checkpoint.writer import SHARDING, write_tensors
 from fp8_suite.training.parallel import ranks
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -136,18 +137,28 @@ class Checkpoints:
         return index.latest(self.folder)
 
     def load(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        """Verify the checkpoint and load `tensors` in place. Collective.
+        """Load `tensors` in place and verify all files of the checkpoint on the way. Collective.
 
         `tensors` may be on any device and sharded in any way. UserError if a key is missing or has another
-        shape or dtype. Ranks share the verification, and each reads only its own shards.
+        shape or dtype. DamagedCheckpoint if a file is damaged; `tensors` must not be used then. Each rank
+        reads only its own shards and what it verifies.
         """
         ranks.run_on_all_ranks(lambda: _check_before_load(path, tensors))
-        self.read(path, tensors)
+        try:
+            self.read(path, tensors, verify=True)
+        except Exception:  # a damaged header may cause any; name the file, and an intact checkpoint
+            share = ranks.rank(), ranks.world_size()
+            ranks.run_on_all_ranks(lambda: index.verify(path, share=share))
+            raise
 
-    def read(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        """Load `tensors` in place from a verified checkpoint; keys, shapes, dtypes must match. Collective."""
-        reader = dcp.HuggingFaceStorageReader(str(path), thread_count=THREADS)
-        planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    def read(self, path: Path, tensors: dict[str, Tensor], *, verify: bool = False) -> None:
+        """Load `tensors` in place; keys, shapes, dtypes must match. Collective.
+
+        The checkpoint must be verified, or with `verify` every file is. DamagedCheckpoint names one.
+        """
+        reader = Reader(path, verify=verify)
+        ranks.run_on_all_ranks(reader.read_headers)
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         _run_dcp(dcp.load, tensors, storage_reader=reader, planner=planner)
 
     def read_meta(self, path: Path) -> dict:
@@ -249,7 +260,7 @@ def _spec(dtype: torch.dtype, shape: Iterable[int]) -> dict:
 
 
 def _check_before_load(path: Path, tensors: dict[str, Tensor]) -> None:
-    saved = index.verify(path, share=(ranks.rank(), ranks.world_size()))["tensors"]
+    saved = index.verify(path, [META])["tensors"]
     for key, tensor in tensors.items():
         stored, live = saved.get(key), _spec(tensor.dtype, tensor.shape)
         if stored != live:
@@ -275,13 +286,8 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return _as_stored(object)
 
 
-class _LoadPlanner(dcp.DefaultLoadPlanner):
-    def transform_tensor(self, read_item: Any, tensor: Tensor) -> Tensor:
-        return _as_stored(super().transform_tensor(read_item, tensor))
-
-
 class _Writer(dcp.StorageWriter):
-    """Writes this rank's part of the plan to safetensors files that HuggingFaceStorageReader can read.
+    """Writes this rank's part of the plan to safetensors files.
 
     torch's HuggingFaceStorageWriter needs host memory for twice a file's size, and it drops errors of its
     threads, so a full disk goes unnoticed. The coordinator begins and publishes the checkpoint.
@@ -324,7 +330,7 @@ class _Writer(dcp.StorageWriter):
         tensors = {item.index.fqn: self.planner.resolve_data(item) for item in items}
         # The reader needs each shard's offset in the full tensor.
         shards = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items}
-        digest = write_tensors(path, tensors, {"DCP_SHARDING_INFO": json.dumps(shards)})
+        digest = write_tensors(path, tensors, {SHARDING: json.dumps(shards)})
         self.checkpoints.on_progress()
         return WriteResult(MetadataIndex(path.name), digest["size"], digest)
 

@@ -17,8 +17,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-BLOCK = 2**24  # bytes of one write, a multiple of every disk's block size
-PAGE = 4096  # alignment of direct writes in memory
+BLOCK = 2**24  # bytes of one write or read, a multiple of every disk's block size
+PAGE = 4096  # alignment of direct writes and reads in memory
+SHARDING = "DCP_SHARDING_INFO"  # metadata in the header: offset of each shard in its tensor, as torch has it
 DTYPES = {  # names in safetensors' header
     torch.float64: "F64",
     torch.float32: "F32",
@@ -82,9 +83,7 @@ def _header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
 
 def _blocks(parts: list[Tensor], size: int) -> Iterator[memoryview]:
     """Yield the bytes of `parts` in blocks of `size` bytes, in a buffer that is used again."""
-    on_gpu = any(part.is_cuda for part in parts)
-    memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=on_gpu)
-    buffer = memory[-memory.data_ptr() % PAGE :][:size]
+    buffer = bounce_buffer(size, pin_memory=any(part.is_cuda for part in parts))
     filled = 0
     for part in parts:
         while len(part):
@@ -98,19 +97,25 @@ def _blocks(parts: list[Tensor], size: int) -> Iterator[memoryview]:
         yield memoryview(buffer[:filled].numpy())
 
 
+def bounce_buffer(size: int, *, pin_memory: bool) -> Tensor:
+    """Return memory for direct writes and reads, page-locked for copies to or from a GPU."""
+    memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pin_memory)
+    return memory[-memory.data_ptr() % PAGE :][:size]
+
+
 def _write(descriptor: int, block: memoryview) -> None:
-    direct = _set_direct(descriptor, len(block) == BLOCK)
+    direct = set_direct(descriptor, len(block) == BLOCK)
     while block:
         try:
             block = block[os.write(descriptor, block) :]
         except OSError as error:
             if error.errno != errno.EINVAL or not direct:
                 raise
-            direct = _set_direct(descriptor, False)  # a rest after a partial write is not aligned
+            direct = set_direct(descriptor, False)  # a rest after a partial write is not aligned
 
 
-def _set_direct(descriptor: int, direct: bool) -> bool:
-    """Switch direct writes on or off. Return True if they are on; some file systems do not have them."""
+def set_direct(descriptor: int, direct: bool) -> bool:
+    """Switch direct reads and writes on or off. True if they are on; some file systems do not have them."""
     flags, flag = fcntl.fcntl(descriptor, fcntl.F_GETFL), getattr(os, "O_DIRECT", 0)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | flag if direct else flags & ~flag)

@@ -50,6 +50,18 @@ def test_a_command_that_rolled_back_resumes_when_repeated(folder, capsys):
     assert sorted(losses(folder)) == list(range(1, 9))
 
 
+def test_a_damaged_checkpoint_is_refused_and_the_one_it_names_leads_to_the_same_state(folder, capsys):
+    expected, newest = saved(folder, 4), folder / "checkpoints" / "step_000004"
+    shard = min(newest.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    train(folder, "--max_steps 6", code=EXIT_BAD_SETTING)
+    shown = capsys.readouterr().err
+    intact = folder / "checkpoints" / "step_000002"
+    assert f"{shard}: does not match its checksum" in shown and f"intact: `--resume {intact}`" in shown
+    train(folder, f"--max_steps 4 --save_interval 2 --resume {intact}")
+    assert same_but_rng(expected, saved(folder, 4))
+
+
 def same_but_rng(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(tensor, second[name]) for name, tensor in first.items() if name[:4] != "rng/")
 

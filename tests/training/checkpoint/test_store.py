@@ -4,11 +4,13 @@ import errno
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -201,7 +203,12 @@ def change_manifest(path: Path) -> None:
 
 DAMAGE = {
     "truncated shard": (lambda p: os.truncate(shard_of(p), 100), "safetensors: .*checksum"),
+    "longer shard": (lambda p: shard_of(p).write_bytes(shard_of(p).read_bytes() + b"0"), "checksum"),
+    "missing shard": (lambda p: shard_of(p).unlink(), "safetensors: No such file"),
     "flipped shard": (lambda p: flip(shard_of(p), -1), "safetensors: .*checksum"),
+    "flipped length of a shard's header": (lambda p: flip(shard_of(p), 6), "safetensors: .*checksum"),
+    "flipped brace of a shard's header": (lambda p: flip(shard_of(p), 8), "safetensors: .*checksum"),
+    "flipped name in a shard's header": (lambda p: flip(shard_of(p), 12), "safetensors: .*checksum"),
     "foreign shard": (lambda p: (p / "x.safetensors").write_bytes(b"?"), "x.safetensors: not in manifest"),
     "missing meta": (lambda p: (p / "meta.json").unlink(), "meta.json: No such file"),
     "garbled manifest": (lambda p: (p / "manifest.json").write_bytes(b"\xff{"), "manifest.json: not UTF-8"),
@@ -451,6 +458,53 @@ def test_shards_are_exact_on_any_number_of_ranks(tmp_path):
     assert checkpoints.read_meta(path) == {"rank": 0} and equal(target, expected)
     assert checkpoints.shapes(path).keys() == expected.keys()
     run_ranks(load_shards, tmp_path / "two ranks", world_size=3)
+
+
+MEGABYTES = {f"weight.{n}": torch.full((512, 1024), float(n)) for n in range(8)}  # 2 MB each
+
+
+def bytes_read(work: Callable[[], None]) -> float:
+    """Return the bytes that this process reads in `work`, as a multiple of MEGABYTES."""
+
+    def so_far() -> int:
+        return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+    before = so_far()
+    work()
+    return (so_far() - before) / 2**24
+
+
+def test_a_load_reads_every_file_once(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.file_bytes = 2**22
+    path = checkpoints.save(1, MEGABYTES, {})
+    for names in (MEGABYTES.keys(), ["weight.3"], []):  # others are verified too
+        target = empty_like({name: MEGABYTES[name] for name in names})
+        assert bytes_read(lambda target=target: checkpoints.load(path, target)) == pytest.approx(1, rel=0.02)
+        assert all(torch.equal(target[name], MEGABYTES[name]) for name in names)
+
+
+def count_reads(rank: int, folder: Path) -> None:
+    def load(tensors: dict[str, torch.Tensor]) -> float:
+        counts = [None] * dist.get_world_size()
+        path = checkpoints.latest()
+        dist.all_gather_object(counts, bytes_read(lambda: checkpoints.load(path, tensors)))
+        return sum(counts)
+
+    checkpoints = Checkpoints(folder / "sharded", keep_last=1)
+    checkpoints.file_bytes = 2**21
+    if dist.get_world_size() == 2:
+        checkpoints.save(1, distributed(MEGABYTES), {})
+        assert load(distributed(empty_like(MEGABYTES))) == pytest.approx(1, rel=0.02)
+        replicas = empty_like(MEGABYTES)
+        assert load(replicas) == pytest.approx(2, rel=0.02) and equal(replicas, MEGABYTES)
+    else:  # a rank reads one file whole, and parts of others
+        assert load(distributed(empty_like(MEGABYTES))) < 1.7
+
+
+def test_ranks_read_one_copy_of_shards(tmp_path):
+    run_ranks(count_reads, tmp_path)
+    run_ranks(count_reads, tmp_path, world_size=3)
 
 
 def errors_on_one_rank(rank: int, folder: Path) -> None:
