@@ -15,12 +15,12 @@ from fp8_suite.core.readers import read_record
 from fp8_suite.core.redact import redacted
 from fp8_suite.data.build import Loaders
 from fp8_suite.te_models.kernels import flash_attention
+from fp8_suite.te_models.precision import te_runtime
+from fp8_suite.te_models.precision.coverage import Coverage, coverage
 from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.progress import WallTime
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
-from fp8_suite.training.precision import te_runtime
-from fp8_suite.training.precision.coverage import Coverage, coverage
 from fp8_suite.training.prepare import PreparedRun
 from fp8_suite.training.tracking.display import Display
 from fp8_suite.training.tracking.environment import describe_environment
@@ -87,7 +87,7 @@ class Observers(Hooks):
     def _record_first_step(self) -> None:
         """Record FP8 coverage, attention backend and time to the first step in env.json."""
         cfg, precision = self.prepared.cfg, self.prepared.resolved.precision
-        covered = coverage(self.assembly.model, precision)
+        covered = coverage(self.assembly.model, "fp32" if precision.effective == "fp32" else "bf16")
         backend = te_runtime.attention_backend() if cfg.model.use_te else self.assembly.model.attention
         self.environment |= {
             "coverage": asdict(covered),

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from fp8_suite.te_models.families import FAMILIES
+from fp8_suite.te_models.precision.coverage import coverage
+from fp8_suite.te_models.precision.recipes import why_not
+from fp8_suite.te_models.precision.scaling_state import scaling_state
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.precision import precision_map
-from fp8_suite.training.precision.coverage import coverage
 from fp8_suite.training.precision.precision_map import te_names
-from fp8_suite.training.precision.recipes import Precision, build_autocast, resolve_precision, why_not
-from fp8_suite.training.precision.scaling import scaling_state
+from fp8_suite.training.precision.recipes import Precision, build_autocast, resolve_precision
 
 from tests.gpu.models import DEVICE, batch, build, spec
 from tests.gpu.test_run import SMALL, losses, train
@@ -55,9 +56,7 @@ def test_every_module_runs_in_its_assigned_recipe(recompute):
     text = "layers.1.self_attention.proj=current,layers.1.layernorm_mlp=delayed"
     resolved = resolve(precision_map=text, bf16_first_layers=1, fp8_scenario=rest)
     model, results = train_steps(resolved, recompute="layer" if recompute else "none")
-    rows = {
-        (row.modules.rpartition(".")[2], row.precision): row.count for row in coverage(model, resolved).rows
-    }
+    rows = {(row.modules.rpartition(".")[2], row.precision): row.count for row in coverage(model).rows}
     assert rows == {
         ("layernorm_qkv", "bf16"): 1,
         ("proj", "bf16"): 1,

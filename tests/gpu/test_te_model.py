@@ -8,11 +8,12 @@ from fp8_suite.te_models import decoder, hugging_face
 from fp8_suite.te_models.build import export_tensors
 from fp8_suite.te_models.kernels import rope
 from fp8_suite.te_models.kernels.loss import linear_cross_entropy
-from fp8_suite.training.precision.coverage import coverage
-from fp8_suite.training.precision.recipes import Precision, build_autocast, make_recipe, why_not
-from fp8_suite.training.precision.scaling import frozen_scaling, scaling_state
+from fp8_suite.te_models.precision.coverage import coverage
+from fp8_suite.te_models.precision.recipes import make_recipe, why_not
+from fp8_suite.te_models.precision.scaling_state import frozen_scaling, scaling_state
+from fp8_suite.te_models.precision.te_runtime import attention_backend
+from fp8_suite.training.precision.recipes import Precision, build_autocast
 from fp8_suite.training.precision.settings import PrecisionConfig
-from fp8_suite.training.precision.te_runtime import attention_backend
 
 from tests.gpu.models import DEVICE, batch, build, perturbed, spec
 
@@ -99,7 +100,7 @@ def fp8(name):
     if reason := why_not(name):
         pytest.skip(reason)
     precision = Precision(name, name, te_recipe=make_recipe(name, PrecisionConfig()), te_backend="native")
-    return precision, build_autocast(precision, device=DEVICE, parameter_dtype=torch.bfloat16)
+    return build_autocast(precision, device=DEVICE, parameter_dtype=torch.bfloat16)
 
 
 def bf16():
@@ -107,7 +108,7 @@ def bf16():
 
 
 def compare_with_bf16(model_spec, name, packed) -> None:
-    precision, autocast = fp8(name)
+    autocast = fp8(name)
     # Eight rows of 256 tokens, a multiple that every recipe supports.
     inputs = batch([[256]] * 8 if not packed else [[100, 156]] * 8, packed=packed)
     model = build(model_spec, use_te=True, packed=packed)
@@ -119,7 +120,7 @@ def compare_with_bf16(model_spec, name, packed) -> None:
     for key, grad in grads.items():
         error = (grad - reference_grads[key]).norm() / reference_grads[key].norm()
         assert error < 0.35, f"{key}: relative error {error:.3f}"
-    actual = coverage(model, precision)
+    actual = coverage(model)
     assert actual.fp8_modules == 3 * model_spec.config.num_hidden_layers  # qkv, proj, mlp
     head = next(row for row in actual.rows if row.modules == "lm_head")
     assert head.precision == "bf16" and actual.fp8_gemm_share == pytest.approx(1 - head.gemm_share)
@@ -149,7 +150,7 @@ def test_recipes_of_families_are_close_to_bf16(family, name, tmp_path):
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 def test_fp8_gemms_run_on_the_gpu(name):
     """Check the profiler's kernels, since the coverage table only reads TE's flags."""
-    _, autocast = fp8(name)
+    autocast = fp8(name)
     inputs = batch([[256]] * 8, packed=False)
     model = build(spec(), use_te=True, packed=False)
     step(model, inputs, autocast)
@@ -168,7 +169,7 @@ def test_fp8_gemms_run_on_the_gpu(name):
 
 @pytest.mark.parametrize("name", [None, "delayed", "current"])
 def test_packed_samples_do_not_see_each_other(name):
-    autocast = fp8(name)[1] if name else bf16()
+    autocast = fp8(name) if name else bf16()
     model_spec = spec()
     apart = build(model_spec, use_te=True, packed=False)
     together = build(model_spec, use_te=True, packed=True)
@@ -192,7 +193,7 @@ def test_packed_samples_do_not_see_each_other(name):
 @pytest.mark.parametrize("name", [None, "delayed"])
 def test_batches_of_single_and_packed_sequences_alternate(name, recompute):
     """Rows of one sequence use plain causal attention; the next batch is packed again."""
-    autocast = fp8(name)[1] if name else bf16()
+    autocast = fp8(name) if name else bf16()
     models = {packed: build(spec(), use_te=True, packed=packed) for packed in (True, False)}
     mixed = build(spec(), use_te=True, packed=True, recompute="layer" if recompute else "none")
     for seed, lengths in enumerate([[256], [100, 156], [256], [100, 156]]):
@@ -230,7 +231,7 @@ def test_fused_qkv_rope_matches_te(family, lengths):
 
 
 def test_evaluation_keeps_the_scaling_state():
-    _, autocast = fp8("delayed")
+    autocast = fp8("delayed")
     model = build(spec(), use_te=True, packed=True)
     step(model, batch(PACKED, packed=True), autocast)
     before = {name: t.clone() for name, t in scaling_state(model).items()}

@@ -8,9 +8,8 @@ import pytest
 import torch
 from fp8_suite.core.recipes import TORCHAO_RECIPES
 from fp8_suite.te_models.kernels.packed_attention import why_no_kernel
+from fp8_suite.te_models.precision.coverage import coverage
 from fp8_suite.training.precision import torchao_fp8
-from fp8_suite.training.precision.coverage import coverage
-from fp8_suite.training.precision.recipes import Precision
 from fp8_suite.training.run import main
 
 from tests.gpu.models import DEVICE, batch, build, spec
@@ -52,7 +51,7 @@ def test_a_recipe_runs_fp8_kernels_and_is_close_to_bf16(recipe):
     error = worst(grads, reference_grads)
     assert len(ran) == FP8_GEMMS[recipe] * 4 * 7
     assert abs(loss - reference) / reference < 0.01 and error < 0.35
-    table = coverage(model, Precision(recipe, recipe))
+    table = coverage(model)
     head = next(row for row in table.rows if row.modules.endswith("lm_head"))
     assert table.fp8_modules == 4 * 7 and head.precision == "bf16"
     assert table.fp8_gemm_share == pytest.approx((1 - head.gemm_share) * FP8_GEMMS[recipe] / 3)

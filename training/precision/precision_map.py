@@ -8,7 +8,6 @@ consecutive parts of the module's name match the pattern: `layers.0`, `layers.*.
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,8 +17,10 @@ from typing import Any
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 from fp8_suite.core.recipes import FALLBACK_RECIPE
 from fp8_suite.te_models.backend import te_module
+from fp8_suite.te_models.precision.coverage import fold_layers
+from fp8_suite.te_models.precision.recipes import make_recipe
 from fp8_suite.training.config import Config
-from fp8_suite.training.precision.recipes import Precision, make_recipe, recipe_or_fallback
+from fp8_suite.training.precision.recipes import Precision, recipe_or_fallback
 from fp8_suite.training.precision.settings import MAP_SETTINGS, parse_precision_map
 from torch import nn
 
@@ -42,11 +43,6 @@ def matches(pattern: str, name: str) -> bool:
     patterns, parts = pattern.split("."), name.split(".")
     starts = range(len(parts) - len(patterns) + 1)
     return any(all(map(fnmatchcase, parts[start:], patterns)) for start in starts)
-
-
-def fold_layers(name: str) -> str:
-    """Replace layer numbers in a module's name with *."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]:

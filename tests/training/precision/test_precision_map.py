@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.te_models.precision.coverage import coverage
+from fp8_suite.te_models.precision.scaling_state import scaling_state
 from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.precision import precision_map
 from fp8_suite.training.precision.checks import check_sizes
-from fp8_suite.training.precision.coverage import coverage
 from fp8_suite.training.precision.precision_map import assign, check_resume, matches, te_names
 from fp8_suite.training.precision.recipes import Precision, resolve_precision
-from fp8_suite.training.precision.scaling import scaling_state
 from transformers import LlamaConfig
 
 from tests.te_models.test_recompute import BF16, OPTIONS, SIZES, equal, train
@@ -149,7 +149,7 @@ def test_every_module_runs_in_what_it_was_given():
     resolved = resolve(precision_map=text, bf16_first_layers=1, fp8_scenario="block")
     assert resolved.describe() == "by module (bf16, current, mxfp8)" and BF16.describe() == "bf16"
     model, computed = train(OPTIONS, resolved, SPEC, steps=1)
-    table = coverage(model, Precision("block", "block"))
+    table = coverage(model)
     rows = {(row.modules, row.precision): row.count for row in table.rows}
     attention = "layers.*.self_attention"
     assert rows == {

@@ -13,8 +13,10 @@ from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
 from fp8_suite.core.packages import ROOT
 from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.te_models.emulation import recipes as emulated
+from fp8_suite.te_models.precision import recipes as te
+from fp8_suite.te_models.precision import te_runtime
 from fp8_suite.training.config import Config, all_settings, config_from_dict
-from fp8_suite.training.precision import checks, te_runtime
+from fp8_suite.training.precision import checks
 from fp8_suite.training.precision import recipes as precision
 from fp8_suite.training.precision.recipes import Precision
 from fp8_suite.training.precision.settings import RECIPE_SETTINGS
@@ -54,17 +56,17 @@ def test_a_recipe_is_named_in_the_table_only():
 @pytest.mark.parametrize("name", TE_RECIPES)
 def test_a_te_recipe_is_made_emulated_or_refused_with_a_reason(name):
     if name in EMULATED:
-        assert precision.why_not(name, "emulated") is None
-        assert precision.recipe_name(precision.make_recipe(name, settings().precision, "emulated")) == name
+        assert te.why_not(name, "emulated") is None
+        assert te.recipe_name(te.make_recipe(name, settings().precision, "emulated")) == name
     else:
-        assert precision.why_not(name, "emulated")
+        assert te.why_not(name, "emulated")
 
 
 def test_every_setting_reaches_the_recipe():
     values = {"fp8_margin": 3, "fp8_amax_history_len": 7, "fp8_amax_compute_algo": "most_recent"}
     cfg = settings(**values, fp8_format="e4m3", fp8_fp32_scales=True).precision
     names = ("delayed", "current", "block")
-    delayed, current, block = (precision.make_recipe(name, cfg, "emulated") for name in names)
+    delayed, current, block = (te.make_recipe(name, cfg, "emulated") for name in names)
     assert (delayed.margin, delayed.amax_history_len, delayed.amax_compute_algo) == (3, 7, "most_recent")
     assert delayed.fp8_format == current.fp8_format == emulated.Format.E4M3 and block.use_f32_scales
 
@@ -72,10 +74,10 @@ def test_every_setting_reaches_the_recipe():
 @pytest.mark.parametrize("fast", [True, False])
 def test_fast_accumulation_reaches_both_gemms_of_backward(fast, monkeypatch):
     """The emulation has no such setting, so TE's recipe module is replaced."""
-    te = SimpleNamespace(Format={"HYBRID": "hybrid"}, MMParams=SimpleNamespace)
-    te.Float8CurrentScaling = SimpleNamespace
-    monkeypatch.setattr(precision, "te_recipes", lambda backend: te)
-    recipe = precision.make_recipe("current", settings(fp8_fast_accumulation=fast).precision)
+    library = SimpleNamespace(Format={"HYBRID": "hybrid"}, MMParams=SimpleNamespace)
+    library.Float8CurrentScaling = SimpleNamespace
+    monkeypatch.setattr(te, "te_recipes", lambda backend: library)
+    recipe = te.make_recipe("current", settings(fp8_fast_accumulation=fast).precision)
     quick = SimpleNamespace(use_split_accumulator=False)
     gemms = {"fp8_gemm_dgrad": quick, "fp8_gemm_wgrad": quick} if fast else {}
     assert vars(recipe) == {"fp8_format": "hybrid"} | gemms
@@ -83,11 +85,11 @@ def test_fast_accumulation_reaches_both_gemms_of_backward(fast, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="expects a machine without a GPU")
 def test_without_a_gpu_te_and_fp8_are_emulated_and_native_te_is_refused():
-    te = precision.resolve_precision(settings(use_te=True, mixed_precision="bf16"))
-    assert (te.te_backend, te.emulated, te.effective) == ("emulated", True, "bf16")
+    emulation = precision.resolve_precision(settings(use_te=True, mixed_precision="bf16"))
+    assert (emulation.te_backend, emulation.emulated, emulation.effective) == ("emulated", True, "bf16")
     torchao = precision.resolve_precision(settings(mixed_precision="fp8"))
     assert (torchao.te_backend, torchao.emulated, torchao.effective) == (None, True, "tensorwise")
-    assert "needs a CUDA GPU" in precision.why_not("delayed")
+    assert "needs a CUDA GPU" in te.why_not("delayed")
     with pytest.raises(UserError, match=r"--te_backend native cannot run here") as error:
         precision.resolve_precision(settings(use_te=True, te_backend="native", mixed_precision="bf16"))
     assert error.value.exit_code == EXIT_FAILED
@@ -111,7 +113,7 @@ def test_a_recipe_falls_back_with_a_reason_or_stops(monkeypatch):
     nvfp4 = TE_FP8 | {"te_backend": "emulated", "fp8_scenario": "nvfp4"}  # which is not emulated
     resolved = precision.resolve_precision(settings(**nvfp4))
     assert (resolved.requested, resolved.effective) == ("nvfp4", "delayed")
-    assert precision.recipe_name(resolved.te_recipe) == "delayed"
+    assert te.recipe_name(resolved.te_recipe) == "delayed"
     assert "nvfp4 cannot run here" in resolved.fallback_reason == resolved.as_dict()["fallback_reason"]
     with pytest.raises(UserError, match="This machine runs: delayed, current, block, mxfp8"):
         precision.resolve_precision(settings(**nvfp4, fp8_fallback="error"))

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
 from fp8_suite.core.recipes import TORCHAO_RECIPES
 from fp8_suite.te_models.hugging_face import HFCausalLM, high_precision_linears
+from fp8_suite.te_models.precision.coverage import coverage
 from fp8_suite.training.optim.adamw import MasterAdamW, local
 from fp8_suite.training.precision import torchao_fp8
-from fp8_suite.training.precision.coverage import coverage
-from fp8_suite.training.precision.recipes import Precision
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -49,19 +48,19 @@ def build(model_type: str = "llama", recipe_of=lambda name: "tensorwise", **chan
 
 def ran(model: HFCausalLM) -> dict[str, tuple[str, str]]:
     """Precision and note by the last part of the modules' names."""
-    rows = coverage(model, Precision("x", "x")).rows
+    rows = coverage(model).rows
     return {row.modules.rpartition(".")[2]: (row.precision, row.note) for row in rows}
 
 
 def test_coverage_counts_every_linear_layer_and_its_share():
     """7 layers a block with 1024 + 512 + 512 + 1024 + 3 * 1536 weights, and a head of 2048, in BF16."""
-    table = coverage(build(), Precision("tensorwise", "tensorwise"))
+    table = coverage(build())
     assert table.fp8_modules == 14 and table.fp8_gemm_share == pytest.approx(15360 / 17408)
     rows = {row.modules.removeprefix("model."): (row.count, row.precision) for row in table.rows}
     linears = {f"model.layers.*.{name}": (2, "fp8 tensorwise") for name in LINEARS}
     assert rows == linears | {"lm_head": (1, "bf16")}
     assert {row.gemm_share for row in table.rows if "o_proj" in row.modules} == {2048 / 17408}
-    table = coverage(build(recipe_of=lambda name: "rowwise_with_gw_hp"), Precision("x", "x"))
+    table = coverage(build(recipe_of=lambda name: "rowwise_with_gw_hp"))
     assert table.fp8_gemm_share == pytest.approx(2 / 3 * 15360 / 17408)
     assert any("(gradients of weights in BF16)" in line for line in table.lines())
 
@@ -74,7 +73,7 @@ def test_layers_run_in_the_recipe_of_their_name_or_carry_the_reason():
     assert modules["k_proj"] == modules["v_proj"] == ("bf16", "")
     assert modules["up_proj"] == modules["gate_proj"] == ("bf16", "outputs 40: not a multiple of 16")
     assert modules["down_proj"] == ("bf16", "inputs 40: not a multiple of 16")
-    lines = coverage(model, Precision("x", "x")).lines()
+    lines = coverage(model).lines()
     assert any("down_proj" in line and "(inputs 40: not a multiple" in line for line in lines)
 
 

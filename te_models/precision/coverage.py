@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from fp8_suite.core.recipes import RECIPES
-from fp8_suite.training.precision.precision_map import fold_layers
-from fp8_suite.training.precision.recipes import Precision, recipe_name
+from fp8_suite.te_models.precision.recipes import recipe_name
 from torch import nn
 
 
@@ -42,11 +42,16 @@ class Coverage:
         return [f"precision coverage of the first step; {total}", *body]
 
 
-def coverage(model: nn.Module, precision: Precision) -> Coverage:
+def fold_layers(name: str) -> str:
+    """Replace layer numbers in a module's name with *."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def coverage(model: nn.Module, unquantized: str = "bf16") -> Coverage:
     """Return the precision of each module's GEMMs in the last step.
 
-    FLOPs are estimated by the number of weight elements, since all weights process the same tokens. Experts
-    process fewer, so their share is overstated.
+    `unquantized` is the precision of GEMMs without a recipe. FLOPs are estimated by the number of weight
+    elements, since all weights process the same tokens. Experts process fewer, so their share is overstated.
     """
     groups: dict[tuple[str, str, str], list[int]] = {}  # weight elements of each module in a row
     fp8_elements = 0.0
@@ -58,7 +63,7 @@ def coverage(model: nn.Module, precision: Precision) -> Coverage:
         if isinstance(module, nn.Embedding) or not (elements or is_attention):
             continue
         recipe, note = _last_recipe(module, is_attention), getattr(module, "bf16_reason", "")
-        label = f"fp8 {recipe}" if recipe else "fp32" if precision.effective == "fp32" else "bf16"
+        label = f"fp8 {recipe}" if recipe else unquantized
         if recipe and RECIPES[recipe].bf16_wgrad:
             note = "gradients of weights in BF16"
             fp8_elements += elements * (2 / 3)
