@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Iterable
 from dataclasses import Field, field, fields
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
@@ -87,6 +88,13 @@ def nearest(name: Any, candidates: Iterable[str]) -> str:
     close += [candidate for candidate in by_spelling if short and candidate.startswith(typed)]
     close += difflib.get_close_matches(typed, by_spelling, n=1, cutoff=0.7)
     return f"; did you mean {by_spelling[close[0]]!r}?" if close else ""
+
+
+def matches(pattern: str, name: str) -> bool:
+    """True if consecutive dot-separated parts of `name` match the pattern."""
+    patterns, parts = pattern.split("."), name.split(".")
+    starts = range(len(parts) - len(patterns) + 1)
+    return any(all(map(fnmatchcase, parts[start:], patterns)) for start in starts)
 
 
 def lookup(name: str, settings: dict[str, Setting]) -> Setting:

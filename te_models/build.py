@@ -10,6 +10,7 @@ from fp8_suite.core.errors import bad_setting, first_line
 from fp8_suite.te_models.decoder import TECausalLM
 from fp8_suite.te_models.dependence import refuse_dependent_samples
 from fp8_suite.te_models.hugging_face import HFCausalLM, hf_state, materialize, parameters_on_meta
+from fp8_suite.te_models.lora.adapters import adapt_hf, initial_values, is_adapter
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import (
     ModelSpec,
@@ -24,6 +25,7 @@ from fp8_suite.te_models.weights import (
     Gather,
     WeightSource,
     fill_named,
+    fill_whole,
     load_te,
     other_shape,
     te_to_hf,
@@ -49,6 +51,7 @@ def build_te(spec: ModelSpec, options: BuildOptions) -> TECausalLM:
     model.materialize()
     if options.load_weights:
         load_te(model, weight_source(spec, seed=options.seed, device=options.device))
+        _initialize_adapters(model, options)
         return model
     with torch.no_grad():
         for parameter in model.parameters():
@@ -64,13 +67,15 @@ def build_hf(spec: ModelSpec, options: BuildOptions) -> HFCausalLM:
             inner = from_config(spec, options.dtype)
         model = _wrap(inner, spec, options)
         materialize(inner, options.device)
-        fill_named(dict(inner.named_parameters()), source)
+        base = {name: p for name, p in inner.named_parameters() if not is_adapter(name)}
+        fill_named(base, source)
     elif spec.weights:
         # A model that is loaded whole stays on the CPU until it is sharded.
         inner = _from_files(spec, options.dtype).to("cpu" if options.shard else options.device)
         model = _wrap(inner, spec, options)
     else:
         model = _wrap(_from_seed(spec, options), spec, options)
+    _initialize_adapters(model, options)
     dtype, flash_4 = options.compute_dtype or options.dtype, options.kernels.flash_attention
     model.choose_attention(options.device, dtype, flash_4=flash_4)
     refuse_dependent_samples(
@@ -87,6 +92,11 @@ def build_hf(spec: ModelSpec, options: BuildOptions) -> HFCausalLM:
     return model
 
 
+def _initialize_adapters(model: nn.Module, options: BuildOptions) -> None:
+    for parameter, values in initial_values(model, options.seed):
+        fill_whole(parameter, values)
+
+
 def _wrap(inner: nn.Module, spec: ModelSpec, options: BuildOptions) -> HFCausalLM:
     """Wrap a transformers model, convert its linear layers and shard it."""
     # The padding token may be the end-of-turn token, whose embedding must train. Labels mask padding.
@@ -98,6 +108,8 @@ def _wrap(inner: nn.Module, spec: ModelSpec, options: BuildOptions) -> HFCausalL
     )
     if options.convert:
         options.convert(model)
+    if options.lora.enabled:
+        adapt_hf(model, options.lora)
     if options.shard:
         options.shard(model)
     return model

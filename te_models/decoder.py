@@ -18,10 +18,13 @@ from fp8_suite.te_models.families import FAMILIES, head_dim
 from fp8_suite.te_models.kernels.loss import TokenLoss, linear_cross_entropy
 from fp8_suite.te_models.kernels.loss_fp8 import linear_cross_entropy_fp8
 from fp8_suite.te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
+from fp8_suite.te_models.lora.adapters import DropoutSeed, adapt_te, freeze_base
+from fp8_suite.te_models.lora.settings import PROJECTIONS
 from fp8_suite.te_models.options import BuildOptions, NativeOptions
 from fp8_suite.te_models.recompute.layers import run_recomputed
 from fp8_suite.te_models.recompute.offload import ActivationOffload
 from fp8_suite.te_models.settings import recompute_levels
+from fp8_suite.te_models.weights import fuse_qkv
 from torch import Tensor, nn
 
 
@@ -66,6 +69,9 @@ class TECausalLM(nn.Module):
             self.layers = nn.ModuleList(self._build_layer(i) for i in range(config.num_hidden_layers))
         self.norm = te.RMSNorm(hidden_size, eps=config.rms_norm_eps, **factory_kwargs)
         self.lm_head = nn.Linear(hidden_size, vocabulary, bias=False, **factory_kwargs)
+        self.dropout_seed = DropoutSeed()
+        if options.lora.enabled:
+            self._add_adapters()
         if options.fp8_lm_head:
             self.lm_head.fp8_recipe = LM_HEAD_RECIPE  # read by the coverage table
         self.register_buffer("rope", torch.empty(0), persistent=False)  # [P, 1, 1, K]
@@ -105,6 +111,36 @@ class TECausalLM(nn.Module):
         if self.fuses_qkv_rope:
             fuse_qkv_rope(layer)
         return layer
+
+    def _add_adapters(self) -> None:
+        config, lora = self.config, self.options.lora
+        heads, groups, size = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+        sizes = dict.fromkeys(PROJECTIONS, config.hidden_size)  # output features
+        sizes |= {"q_proj": heads * size, "k_proj": groups * size, "v_proj": groups * size}
+        sizes |= dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
+        rows_of_qkv = [sizes[name] for name in ("q_proj", "k_proj", "v_proj")]
+        names = [
+            f"model.layers.{i}.{parent}.{name}"
+            for i in range(len(self.layers))
+            for name, parent in PROJECTIONS.items()
+        ]
+        targets = lora.targets(names)
+        for i, layer in enumerate(self.layers):
+            prefix = f"model.layers.{i}."
+            adapt_te(
+                layer,
+                {name.rpartition(".")[2] for name in targets if name.startswith(prefix)},
+                lora,
+                self.dropout_seed,
+                number=i,
+                te=te_module(self.options.te_backend),
+                eps=config.rms_norm_eps,
+                sizes=sizes,
+                fuse_qkv=lambda rows: fuse_qkv(*rows.split(rows_of_qkv), heads=heads, groups=groups),
+                params_dtype=self.options.dtype,
+                device="meta",
+            )
+        freeze_base(self)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -155,6 +191,10 @@ class TECausalLM(nn.Module):
         or are 0 to S-1 without it; `position_ids` [B, S] int64, if given, must equal them.
         """
         hidden = self.embed_tokens(input_ids)  # [B, S, D]
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()  # with a frozen embedding; the first layer then runs as the others
+        if self.training and self.options.lora.lora_dropout:
+            self.dropout_seed.draw()
         rope: Any = self.rope
         if self.fuses_qkv_rope and position_ids is not None:
             rope = Rope(self.rope_table, position_ids.contiguous())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from fp8_suite.te_models.backend import Backend
 from fp8_suite.te_models.kernels.selection import DEFAULT_KERNELS, Kernels
+from fp8_suite.te_models.lora.settings import LoraConfig
 from torch import nn
 
 
@@ -39,6 +40,7 @@ class BuildOptions:
     offload_activations: bool = False  # see `te_models.recompute.offload`
     reentrant: bool = False  # reentrant activation checkpointing, required by DeepSpeed's ZeRO-3 hooks
     shard: Callable[[nn.Module], None] | None = None  # shards the model, if possible on the meta device
+    lora: LoraConfig = field(default_factory=LoraConfig)  # adapters to train instead of the weights
     kernels: Kernels = DEFAULT_KERNELS  # selected by `training.kernels`
     native: NativeOptions = field(default_factory=NativeOptions)
     # Options of Hugging Face's layers only:

@@ -19,6 +19,7 @@ import torch
 from fp8_suite.core.errors import UserError, bad_setting, first_line
 from fp8_suite.core.readers import parse_json
 from fp8_suite.te_models.families import FAMILIES
+from fp8_suite.te_models.lora.adapters import base_parameters
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -280,13 +281,22 @@ def load_te(model: nn.Module, source: WeightSource) -> None:
             {key: shape for key, shape in shapes.items() if key.startswith(prefix)}
         )
         layout = layer_to_te({key.removeprefix(prefix): rows for key, rows in numbered.items()}, model.config)
-        for name, parameter in layer.named_parameters():
+        for name, parameter in base_parameters(layer).items():
             _fill(parameter, layout.pop(name), owners, source)
         assert not layout, layout.keys()
     rest = {EMBEDDING: model.embed_tokens.weight, FINAL_NORM: model.norm.weight}
     if not model.tied:
         rest[LM_HEAD] = model.lm_head.weight
     fill_named(rest, source)
+
+
+@torch.no_grad()
+def fill_whole(parameter: Tensor, values: Tensor) -> None:
+    """Copy the values of a whole tensor to a parameter; for a DTensor, those of this rank's shard."""
+    if isinstance(parameter, DTensor):
+        start, parameter = _first_row(parameter), parameter.to_local()
+        values = values[start : start + len(parameter)]
+    parameter.copy_(values)
 
 
 Gather = Callable[[list[Tensor]], list[Tensor]]  # gathers full tensors from shards, as `Strategy.gather`
@@ -296,7 +306,7 @@ def te_to_hf(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tensor]]:
     """Yield a TECausalLM's weights under Hugging Face names, layer by layer; without `lm_head` if tied."""
     yield EMBEDDING, *gather([model.embed_tokens.weight])
     for i, layer in enumerate(model.layers):
-        names, parameters = zip(*layer.named_parameters(), strict=True)
+        names, parameters = zip(*base_parameters(layer).items(), strict=True)
         tensors = dict(zip(names, gather(list(parameters)), strict=True))
         for name, tensor in layer_to_hf(tensors, model.config).items():
             yield f"model.layers.{i}.{name}", tensor

@@ -79,7 +79,8 @@ def _build_model(prepared: PreparedRun, dtypes: dict[str, torch.dtype]) -> nn.Mo
         dtype=dtypes["parameter_dtype"],
         device=strategy.device,
         seed=cfg.optim.seed,
-        load_weights=prepared.resume is None or strategy.owns_masters,
+        load_weights=prepared.resume is None or strategy.owns_masters or cfg.lora.enabled,
+        lora=cfg.lora,
         compute_dtype=dtypes["compute_dtype"],
         fp8_lm_head=cfg.precision.fp8_lm_head,
         packed=cfg.data.packing,
@@ -91,7 +92,8 @@ def _build_model(prepared: PreparedRun, dtypes: dict[str, torch.dtype]) -> nn.Mo
         kernels=prepared.kernels,
         native=NativeOptions(
             cache_fp8_weights=precision.fp8 and setup.caches_fp8_weights,
-            fuse_gradient_sums=strategy.fuses_wgrad_accumulation(setup.optimizer.kind),
+            fuse_gradient_sums=strategy.fuses_wgrad_accumulation(setup.optimizer.kind)
+            and not cfg.lora.enabled,
             weight_recipe=precision.te_recipe if setup.gathers_fp8 and not torchao else None,
         ),
         convert=(lambda model: _convert(model, cfg, precision, setup.gathers_fp8)) if torchao else None,

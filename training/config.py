@@ -15,6 +15,7 @@ from fp8_suite.core.readers import read_record
 from fp8_suite.core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO, Setting, convert, lookup
 from fp8_suite.data.settings import DataConfig
+from fp8_suite.te_models.lora.settings import LoraConfig
 from fp8_suite.te_models.settings import ModelConfig, named_levels
 from fp8_suite.training.checkpoint.settings import CheckpointConfig, parse_save_interval
 from fp8_suite.training.optim.settings import OptimConfig
@@ -38,6 +39,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -136,6 +138,20 @@ def model_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "offload_activations", "needs --use_te and recomputed layers, such as --recompute layer"
 
 
+def lora_rules(s: Any) -> Iterator[tuple[str, str]]:
+    if not s.lora_rank:
+        for name, default in vars(LoraConfig()).items():
+            if getattr(s, name) != default:
+                yield name, "there are no adapters without --lora_rank; add that, or drop this"
+        return
+    if s.sharding_mode in DEEPSPEED_MODES:
+        yield "lora_rank sharding_mode", "adapters train under ddp and the fsdp modes; choose one"
+    if s.export:
+        yield "lora_rank export", "adapters are only in checkpoints; add --no_export"
+    if s.fp8_all_gather:
+        yield "lora_rank fp8_all_gather", "frozen weights are gathered in BF16; drop --fp8_all_gather"
+
+
 def _refused_fp8_weights(s: Any) -> Iterator[tuple[str, str]]:
     if not (s.use_te and s.mixed_precision == "fp8" and RECIPES[s.requested_recipe].fp8_weights):
         recipes = " or ".join(name for name, spec in RECIPES.items() if spec.fp8_weights)
@@ -186,7 +202,7 @@ def refused_by_zero_3(s: Any) -> Iterator[tuple[str, str]]:
         yield "recompute", "DeepSpeed ZeRO-3 recomputes all of a layer; choose layer"
 
 
-RULES = (model_rules, data_rules, precision_rules, sharding_rules)
+RULES = (model_rules, lora_rules, data_rules, precision_rules, sharding_rules)
 
 
 def all_settings() -> dict[str, Setting]:

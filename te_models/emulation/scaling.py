@@ -165,7 +165,7 @@ class Fp8Module(nn.Module):
             return partial(update_scales, [self], "scaling_bwd")
         region = GlobalState.region
         region.modules[self] = None
-        needs_grad = x.requires_grad or any(p.requires_grad for p in self.parameters())
+        needs_grad = x.requires_grad or any(p.requires_grad for p in self.parameters(recurse=False))
         if region.has_first or not (torch.is_grad_enabled() and needs_grad):
             return None
         region.has_first = True

@@ -59,7 +59,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             correct += chunk_correct
             if needs_grad:
                 torch.mm(logits, weight, out=grad_hidden[start : start + rows])
-                grad_weight = _accumulate(grad_weight, logits, part, only=len(chunks) == 1)
+                if ctx.needs_input_grad[1]:
+                    grad_weight = _accumulate(grad_weight, logits, part, only=len(chunks) == 1)
             del logits  # freed before the next chunk allocates its own
         # Not saved tensors, because backward frees these attributes one by one.
         ctx.grads, ctx.dtype = [grad_hidden, grad_weight], weight.dtype
@@ -68,7 +69,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple:
-        grad_weight = scaled(ctx.grads.pop(), grad_loss, ctx.dtype)
+        grad_weight = ctx.grads.pop()
+        if grad_weight is not None:  # not frozen
+            grad_weight = scaled(grad_weight, grad_loss, ctx.dtype)
         grad_hidden = scaled(ctx.grads.pop(), grad_loss, ctx.dtype)
         return grad_hidden, grad_weight, None, None
 

@@ -64,7 +64,8 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
         padding = -tokens % MULTIPLE
         if padding:
             hidden, labels = F.pad(hidden, (0, 0, 0, padding)), F.pad(labels, (0, padding), value=IGNORE)
-        x, w = (cast(matrix, columns=needs_grad) for matrix in (hidden, weight))
+        needs_weight = needs_grad and ctx.needs_input_grad[1]  # not frozen
+        x, w = cast(hidden, columns=needs_weight), cast(weight, columns=needs_grad)
         rows = max(128, CHUNK_BYTES // (2 * vocab) // 128 * 128)
         loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
         correct = torch.zeros((), device=hidden.device, dtype=torch.int64)
@@ -89,12 +90,14 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
                 if needs_grad:
                     grad_hidden[start:end] = multiply(grads, w.columns, inverse, w.inverse)
                     del grads
-            if needs_grad:
+            if needs_weight:
                 operands = columns, x.columns[:, first:last], inverse, x.inverse
                 grad_weight = _accumulate(grad_weight, *operands, only=last - first == len(labels))
-                del columns, operands
+                del operands
+            del columns
         if needs_grad:
             add_labels_to_hidden_grad_(grad_hidden, weight, labels, at_label)
+        if needs_weight:
             add_labels_to_weight_grad_(grad_weight, hidden, labels, at_label)
         ctx.grads, ctx.dtype = [grad_hidden[:tokens] if needs_grad else None, grad_weight], torch.bfloat16
         ctx.mark_non_differentiable(correct)

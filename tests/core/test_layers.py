@@ -12,8 +12,8 @@ from fp8_suite.core.packages import ROOT
 LINE = [
     *("core", "settings"),
     *("data/demo", "data/reading", "data"),
-    *("te_models/emulation", "te_models/kernels", "te_models/recompute", "te_models/quantized", "te_models"),
-    *("te_models/precision", "te_models/library"),
+    *("te_models/emulation", "te_models/kernels", "te_models/recompute", "te_models/quantized"),
+    *("te_models/lora", "te_models", "te_models/precision", "te_models/library"),
     *("training/tracking", "training/optim", "training/parallel", "training/estimate", "training/precision"),
     *("training/checkpoint", "training", "training/doctor"),
     *("benchmarks/records", "benchmarks/report", "benchmarks/compare", "benchmarks/plan"),

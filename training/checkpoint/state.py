@@ -59,7 +59,7 @@ def saved_state(run: RunState, scaling: dict[str, Tensor]) -> tuple[dict[str, Te
     }
     tensors, _ = weights_and_optimizer(run.model, run.optimizer, run.strategy, run.cfg)
     tensors |= {f"fp8/{name}": tensor for name, tensor in scaling.items()}
-    parameters = {f"model/{name}" for name, _ in run.model.named_parameters()}
+    parameters = {f"model/{name}" for name in optim.trainable(run.model)}
     for key, tensor in tensors.items():
         if key not in parameters and not key.startswith("optimizer/"):
             tensors[key] = tensor.clone()
@@ -194,7 +194,7 @@ def _plain_or_fsdp_state(
     tensors = {f"optimizer/{name}": tensor for name, tensor in state.items()}
     masters: dict[str, Tensor] = {}
     split = cfg.precision.mixed_precision != "fp32"
-    for name, parameter in model.named_parameters():
+    for name, parameter in optim.trainable(model).items():
         tensors[f"model/{name}"] = _unwrapped(optim.weight_of(optimizer, parameter).detach())
         if split and parameter.dtype == torch.float32:
             masters[name] = parameter.detach()
@@ -206,7 +206,7 @@ def _plain_or_fsdp_state(
         for name, master in masters.items():
             halves = tensors[f"model/{name}"], tensors[f"optimizer/{name}.master_param"]
             local(master).copy_(adamw.merge_master(*map(local, halves)))
-        for parameter in model.parameters():
+        for parameter in optim.trainable(model).values():
             weight = optim.weight_of(optimizer, parameter)
             if weight is not parameter:  # FP8; the shards of a weight share a scale, so this is a collective
                 local(parameter).quantize_(local(weight).to(parameter.device))

@@ -131,9 +131,14 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
     return [group for group in groups if group["params"]]
 
 
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that train, by name; the others are frozen."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def build_optimizer(model: nn.Module, cfg: OptimConfig, spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """Build the chosen optimizer over the model's parameters."""
-    groups = parameter_groups(model.parameters(), cfg.weight_decay)
+    """Build the chosen optimizer over the model's trainable parameters."""
+    groups = parameter_groups(trainable(model).values(), cfg.weight_decay)
     common = {"lr": cfg.learning_rate, "betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon}
     if spec.kind in ("fused_adamw", "plain_adamw"):
         dtypes = {"master_weights": spec.master_weights, "moment_dtypes": spec.moment_dtypes}
@@ -173,7 +178,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     if isinstance(optimizer, MasterAdamW) and optimizer.host:
         optimizer.host.api.synchronize()  # host memory may lack the results of the last step
     state: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in trainable(model).items():
         tensors = state_of(optimizer, parameter)
         state |= {f"{name}.{key}": value for key, value in tensors.items() if key not in ("step", WEIGHT)}
     return state

@@ -11,11 +11,11 @@ import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 from fp8_suite.core.recipes import FALLBACK_RECIPE
+from fp8_suite.core.settings import matches
 from fp8_suite.te_models.backend import te_module
 from fp8_suite.te_models.precision.coverage import fold_layers
 from fp8_suite.te_models.precision.recipes import make_recipe
@@ -36,13 +36,6 @@ def _map_settings(cfg: Config) -> dict[str, Any]:
     """Return the precision-map settings that the user gave."""
     values = {name: getattr(cfg.precision, name) for name in MAP_SETTINGS}
     return {name: value for name, value in values.items() if value not in (None, 0)}
-
-
-def matches(pattern: str, name: str) -> bool:
-    """True if consecutive dot-separated parts of `name` match the pattern."""
-    patterns, parts = pattern.split("."), name.split(".")
-    starts = range(len(parts) - len(patterns) + 1)
-    return any(all(map(fnmatchcase, parts[start:], patterns)) for start in starts)
 
 
 def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]:

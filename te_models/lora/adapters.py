@@ -1,0 +1,271 @@
+"""LoRA (arXiv:2106.09685): frozen linear layers y = x W^T become x W^T + alpha / rank * (x A^T) B^T.
+
+An adapter is a pair of parameters, `lora_a` [rank, in] and `lora_b` [out, rank]. A linear layer of a Hugging
+Face model holds its own. TE's modules compute several of Hugging Face's linear layers at once; they hold a
+module `q_proj`, `gate_proj`, ... for each, so that every adapter is one of peft's: `hf_adapters`.
+
+A layer keeps its class's GEMMs, FP8 casts and names of weights: `adapt_te` and `adapt_hf` only exchange its
+class for a subclass that adds the adapters' product to the output. It needs the GEMM's input, so TE returns
+the output of fused norms, which it casts to FP8 in a second pass, and the fused MLP becomes two modules.
+Adapters run in BF16.
+
+T tokens, D input features, E output features, r rank, R rank times adapters of a GEMM, F feed-forward size.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fp8_suite.te_models.emulation.gemm import SwiGLUFunction
+from fp8_suite.te_models.lora.settings import PROJECTIONS, LoraConfig
+from torch import Tensor, nn
+
+NAMES = A, B = "lora_a", "lora_b"
+
+
+def is_adapter(name: str) -> bool:
+    """True for the full name of an adapter's parameter."""
+    return name.rpartition(".")[2] in NAMES
+
+
+def freeze_base(model: nn.Module) -> None:
+    """Let adapters train, and nothing else."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+
+
+def hf_adapters(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with `lora_a` and `lora_b` by the Hugging Face name of their linear layer.
+
+    Names are such as `model.layers.0.self_attn.q_proj`, in the order of the Hugging Face model's modules.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        if not hasattr(module, A):
+            continue
+        if name.startswith("layers."):  # of a TE model
+            (_, layer, *_), projection = name.split("."), name.rpartition(".")[2]
+            found[f"model.layers.{layer}.{PROJECTIONS[projection]}.{projection}"] = module
+        else:
+            found[name.removeprefix("model.")] = module
+    return found
+
+
+def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (parameter, whole initial value on the CPU) of all adapters, as peft does after this seed.
+
+    peft draws the default values of two nn.Linear before it initializes A again, and sets B to zero.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for module in hf_adapters(model).values():
+        a, b = (torch.empty(getattr(module, name).shape) for name in NAMES)
+        for drawn in (a, b, a):
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+        yield module.lora_a, a
+        yield module.lora_b, b.zero_()
+
+
+class DropoutSeed:
+    """Seed of all dropout masks in a forward pass, so that recomputed layers draw the same again."""
+
+    value = 0
+
+    def draw(self) -> None:
+        """Draw another seed from torch's CPU generator, whose state checkpoints save."""
+        self.value = int(torch.randint(2**48, ()))
+
+
+def add_product(out: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return out [..., E] + scaling * x [..., D] @ a [R, D]^T @ b [E, R]^T, rounded once."""
+    inner = F.linear(x, a).flatten(0, -2)  # [T, R]
+    return torch.addmm(out.flatten(0, -2), inner, b.t(), alpha=scaling).view_as(out)
+
+
+def _subclass(mixin: type, module: nn.Module) -> None:
+    module.__class__ = _with_mixin(mixin, type(module))
+
+
+@functools.cache
+def _with_mixin(mixin: type, kind: type) -> type:
+    """Return one subclass for all modules of a kind, so that compiled layers share a graph."""
+    return type(f"Lora{kind.__name__}", (mixin, kind), {})
+
+
+def _register(module: nn.Module, rank: int, sizes: tuple[int, int], **factory_kwargs: Any) -> None:
+    features, outputs = sizes
+    for name, shape in ((A, (rank, features)), (B, (outputs, rank))):
+        module.register_parameter(name, nn.Parameter(torch.empty(shape, **factory_kwargs)))
+
+
+# Hugging Face layers
+
+
+class _HFLinear:
+    """Mixin of nn.Linear and of torchao's FP8 layers."""
+
+    lora: LoraConfig
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        x = F.dropout(x, self.lora.lora_dropout, self.training)
+        return add_product(out, x, self.lora_a, self.lora_b, self.lora.scaling)
+
+
+def adapt_hf(model: nn.Module, lora: LoraConfig) -> None:
+    """Add adapters to linear layers of an HFCausalLM, and freeze the rest. UserError if none matches.
+
+    Call after layers are converted to FP8 and before sharding.
+    """
+    inside = {id(module) for block in model.blocks for module in block.modules()}
+    linears = {
+        name.removeprefix("model."): module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in inside
+    }
+    for name in lora.targets(list(linears)):
+        linear = linears[name]
+        sizes, weight = (linear.in_features, linear.out_features), linear.weight
+        _register(linear, lora.lora_rank, sizes, dtype=weight.dtype, device=weight.device)
+        _subclass(_HFLinear, linear)
+        linear.lora = lora
+    freeze_base(model)
+
+
+# TE layers
+
+
+class _TEModule:
+    """Mixin of te.Linear and te.LayerNormLinear, native or emulated.
+
+    `sizes` are the output features of each of Hugging Face's linear layers in its weight. `arrange` maps
+    their rows [E, R], one layer after the other, to the order of the weight's rows.
+    """
+
+    lora: LoraConfig
+    seed: DropoutSeed
+    number: int  # of this module in the model, for its dropout
+    sizes: dict[str, int]
+    arrange: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(x, *args, **kwargs)
+        if getattr(self, "return_layernorm_output", False):
+            out, normed = result
+            return self._adapted(out, normed)
+        if isinstance(result, tuple):  # with a bias for the caller to add
+            return self._adapted(result[0], x), *result[1:]
+        return self._adapted(result, x)
+
+    def _adapted(self, out: Tensor, x: Tensor) -> Tensor:
+        adapters = {name: module for name in self.sizes if (module := getattr(self, name, None)) is not None}
+        a, b = (next(iter(adapters.values())).get_parameter(name) for name in NAMES)
+        if len(self.sizes) > 1:
+            a = torch.cat([module.lora_a for module in adapters.values()])
+            parts = [
+                adapters[name].lora_b if name in adapters else b.new_zeros(size, 0)
+                for name, size in self.sizes.items()
+            ]
+            b = self.arrange(torch.block_diag(*parts))
+        scaling, dropout = self.lora.scaling, self.lora.lora_dropout
+        if dropout and self.training:
+            x, scaling = x * self._kept(x, dropout), scaling / (1 - dropout)
+        return add_product(out, x, a, b, scaling)
+
+    def _kept(self, x: Tensor, dropout: float) -> Tensor:
+        generator = torch.Generator(x.device).manual_seed(self.seed.value + self.number)
+        return torch.empty_like(x).bernoulli_(1 - dropout, generator=generator)
+
+
+class LayerNormMLP(nn.Module):
+    """te.LayerNormMLP in two modules, whose inputs adapters can read."""
+
+    def __init__(self, te: Any, hidden_size: int, ffn_hidden_size: int, *, eps: float, **factory_kwargs: Any):
+        super().__init__()
+        self.fc1 = te.LayerNormLinear(
+            hidden_size, 2 * ffn_hidden_size, eps=eps, normalization="RMSNorm", bias=False, **factory_kwargs
+        )
+        self.fc2 = te.Linear(ffn_hidden_size, hidden_size, bias=False, **factory_kwargs)
+        self.is_native = te.__name__.startswith("transformer_engine")
+
+    def forward(self, x: Tensor, **arguments: Any) -> Any:
+        hidden = self.fc1(x, **arguments)  # [..., 2F]
+        if not self.is_native:
+            return self.fc2(SwiGLUFunction.apply(hidden, hidden.dtype, False)[0])
+        return self.fc2(_NativeSwiGLU.apply(hidden), **arguments), None  # there is no bias
+
+
+class _NativeSwiGLU(torch.autograd.Function):
+    """TE's kernels for silu(gate) * up of x [..., 2F] = gate, up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return importlib.import_module("transformer_engine_torch").swiglu(x, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return importlib.import_module("transformer_engine_torch").dswiglu(grad.contiguous(), x, None)
+
+
+# Names of the parameters of `LayerNormMLP` -> those of te.LayerNormMLP, in a layer.
+FUSED_NAMES = {
+    "layernorm_mlp.fc1.layer_norm_weight": "layernorm_mlp.layer_norm_weight",
+    "layernorm_mlp.fc1.weight": "layernorm_mlp.fc1_weight",
+    "layernorm_mlp.fc2.weight": "layernorm_mlp.fc2_weight",
+}
+
+
+def base_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a TE layer's parameters without adapters, by their names in a te.TransformerLayer."""
+    named = layer.named_parameters()
+    return {FUSED_NAMES.get(name, name): parameter for name, parameter in named if not is_adapter(name)}
+
+
+def adapt_te(
+    layer: nn.Module,
+    targets: set[str],
+    lora: LoraConfig,
+    seed: DropoutSeed,
+    *,
+    number: int,
+    te: Any,
+    eps: float,
+    sizes: dict[str, int],
+    fuse_qkv: Callable[[Tensor], Tensor],
+    **factory_kwargs: Any,
+) -> None:
+    """Add adapters to a te.TransformerLayer, native or emulated.
+
+    `targets` are names in PROJECTIONS, `number` is the layer's. `sizes` are the output features by these
+    names, `fuse_qkv` is the `arrange` of q, k and v.
+    """
+    attention = layer.self_attention
+    if targets & {"gate_proj", "up_proj", "down_proj"}:
+        mlp_sizes = sizes["down_proj"], sizes["gate_proj"]
+        layer.layernorm_mlp = LayerNormMLP(te, *mlp_sizes, eps=eps, **factory_kwargs)
+    modules = {
+        ("q_proj", "k_proj", "v_proj"): (attention.layernorm_qkv, fuse_qkv),
+        ("o_proj",): (attention.proj, None),
+        ("gate_proj", "up_proj"): (getattr(layer.layernorm_mlp, "fc1", None), lambda rows: rows),
+        ("down_proj",): (getattr(layer.layernorm_mlp, "fc2", None), None),
+    }
+    dtype, device = factory_kwargs["params_dtype"], factory_kwargs["device"]
+    for place, (names, (module, arrange)) in enumerate(modules.items()):
+        if not (adapted := [name for name in names if name in targets]):
+            continue
+        for name in adapted:
+            adapter = nn.Module()
+            shape = module.weight.shape[1], sizes[name]
+            _register(adapter, lora.lora_rank, shape, dtype=dtype, device=device)
+            module.add_module(name, adapter)
+        _subclass(_TEModule, module)
+        module.lora, module.seed, module.arrange = lora, seed, arrange
+        module.number, module.sizes = len(modules) * number + place, {name: sizes[name] for name in names}
+        module.return_layernorm_output = hasattr(module, "layer_norm_weight")
