@@ -11,9 +11,9 @@ from fp8_suite.core.errors import first_line
 from fp8_suite.data.chat import turn_end
 from fp8_suite.te_models.build import export_tensors
 from fp8_suite.training.assembly import Assembly
-from fp8_suite.training.checkpoint.export import export_hf
-from fp8_suite.training.checkpoint.generate import generate_answers, generation_config, tokenizer_round_trips
 from fp8_suite.training.checkpoint.run_folder import SAMPLES_FILE, train_losses
+from fp8_suite.training.export.generate import generate_answers, generation_config, tokenizer_round_trips
+from fp8_suite.training.export.write import export_hf
 from fp8_suite.training.observers import Observers
 from fp8_suite.training.optim import moments
 from fp8_suite.training.optim import optimizer as optim

@@ -21,7 +21,6 @@ from fp8_suite.data.tokenizer import load_tokenizer
 from fp8_suite.te_models.kernels.selection import Kernels
 from fp8_suite.te_models.presets import LOCAL_PRESETS
 from fp8_suite.te_models.spec import with_special_tokens
-from fp8_suite.training.checkpoint.export import check_export
 from fp8_suite.training.checkpoint.resume import (
     ResumePoint,
     check_resume,
@@ -43,6 +42,7 @@ from fp8_suite.training.config import Config, settings_path
 from fp8_suite.training.estimate.choose import choose_strategy
 from fp8_suite.training.estimate.memory import checkpoint_bytes
 from fp8_suite.training.estimate.sizes import Sizing, compiles_layers
+from fp8_suite.training.export.write import check_export
 from fp8_suite.training.kernels import KernelInputs, enable_kernels
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0

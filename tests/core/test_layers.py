@@ -15,7 +15,7 @@ LINE = [
     *("te_models/emulation", "te_models/kernels", "te_models/recompute", "te_models/quantized"),
     *("te_models/lora", "te_models", "te_models/precision", "te_models/library"),
     *("training/tracking", "training/optim", "training/parallel", "training/estimate", "training/precision"),
-    *("training/checkpoint", "training", "training/doctor"),
+    *("training/checkpoint", "training/export", "training", "training/doctor"),
     *("benchmarks/records", "benchmarks/report", "benchmarks/compare", "benchmarks/plan"),
     *("benchmarks", "benchmarks/saves"),
 ]

@@ -14,7 +14,7 @@ from fp8_suite.te_models.hugging_face import materialize, parameters_on_meta
 from fp8_suite.te_models.kernels.packed_attention import ATTENTION_NAME, packed_attention
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import ModelSpec, find_model
-from fp8_suite.training.checkpoint.export import export_hf
+from fp8_suite.training.export.write import export_hf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaForCausalLM
 
 from tests.hugging_face_models import WITH_IMAGES, save_model_with_images

@@ -12,8 +12,8 @@ from fp8_suite.data.demo import TOKENIZER_DIR
 from fp8_suite.te_models.build import _streamed_source, build_model, export_tensors
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import ModelSpec, count_parameters, find_model
-from fp8_suite.training.checkpoint.export import export_hf
-from fp8_suite.training.checkpoint.generate import generate_answers, generation_config
+from fp8_suite.training.export.generate import generate_answers, generation_config
+from fp8_suite.training.export.write import export_hf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

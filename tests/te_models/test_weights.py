@@ -17,7 +17,7 @@ from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import ModelSpec, find_model, weight_source
 from fp8_suite.te_models.weights import RandomSource, SafetensorsSource, WeightSource, load_te, te_to_hf
-from fp8_suite.training.checkpoint.export import export_hf
+from fp8_suite.training.export.write import export_hf
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +15,7 @@ import torch
 from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.core.files import hidden, publish, recover, sync_to_disk, write_json, write_remedy
 from fp8_suite.core.readers import read_record
+from fp8_suite.te_models.quantized.forms import Quantizer, layer_of
 from fp8_suite.te_models.spec import auto_class
 from fp8_suite.training.checkpoint.store import in_groups
 from fp8_suite.training.checkpoint.writer import write_tensors
@@ -36,8 +36,11 @@ def export_hf(
     generation_config: Any = None,
     trust_remote_code: bool = False,
     code_folder: Path | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Path:
-    """Write (name, tensor) pairs as a Hugging Face model folder in BF16; return its path. On one process.
+    """Write (name, tensor) pairs as a Hugging Face model folder; return its path. On one process.
+
+    Weights are in BF16, with a `quantizer` those of linear layers in FP8.
 
     Names and shapes are Hugging Face's, without a tied `lm_head.weight`. Two shards of at most
     MAX_SHARD_BYTES are in memory at a time. Remote code named in `config` is copied from `code_folder`. A
@@ -51,7 +54,10 @@ def export_hf(
             kind = auto_class(config, trust_remote_code=trust_remote_code)
             model = kind.from_config(config, trust_remote_code=trust_remote_code)
         config.architectures = [type(model).__name__]
-        write_shards(partial, _to_hub_format(model, _check_and_cast(model, tensors)))
+        stored = _to_hub_format(model, _check_and_cast(model, tensors))
+        write_shards(partial, quantizer.quantize(stored) if quantizer else stored)
+        if quantizer:
+            config.quantization_config = quantizer.config
         config.save_pretrained(partial)
         (generation_config or GenerationConfig.from_model_config(config)).save_pretrained(partial)
         if tokenizer is not None:
@@ -75,7 +81,7 @@ def replacing_export(folder: Path) -> Iterator[Path]:
         _publish_export(folder, partial)
     except OSError as error:
         kept = "an earlier export is intact; " if folder.exists() else ""
-        remedy = f"{kept}{write_remedy(error)}, or use an --output_dir on another disk"
+        remedy = f"{kept}{write_remedy(error)}, or use a folder on another disk"
         reason = f"cannot write the export to {folder}: {error.strerror or error}"
         raise UserError(f"{reason}; {remedy}") from error
     finally:
@@ -139,14 +145,20 @@ def _check_and_cast(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[s
             raise UserError(f"export: {name} is {list(tensor.shape)}, but the model {expected}")
         exact = name in buffers or any(part in f".{name}." for part in parts)
         cast = tensor.bfloat16() if tensor.is_floating_point() and not exact else tensor
-        if name not in buffers and not cast.isfinite().all():
-            raise UserError(
-                f"not exported: {name} has infinite or NaN values; train again with a lower --learning_rate, "
-                "or --resume an earlier checkpoint with another --output_dir"
-            )
+        if name not in buffers:
+            require_finite(name, cast)
         yield name, cast
     if missing:
         raise UserError(f"export: {len(missing)} weights of the model are missing, {min(missing)} first")
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """UserError if a tensor has infinite or NaN values."""
+    if not tensor.isfinite().all():
+        raise UserError(
+            f"not exported: {name} has infinite or NaN values; train again with a lower --learning_rate, or "
+            "--resume an earlier checkpoint with another --output_dir"
+        )
 
 
 def _to_hub_format(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
@@ -155,7 +167,7 @@ def _to_hub_format(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[st
     For many models transformers fuses experts and renames modules at load. Convert back one layer at a time
     to bound memory.
     """
-    for _, layer in groupby(tensors, key=lambda pair: re.match(r"(.*?\.\d+\.)?", pair[0])[0]):
+    for _, layer in groupby(tensors, key=lambda pair: layer_of(pair[0])):
         yield from revert_weight_conversion(model, dict(layer)).items()
 
 

@@ -10,9 +10,9 @@ import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.data.tokenizer import load_tokenizer
 from fp8_suite.te_models.spec import ModelSpec
-from fp8_suite.training.checkpoint import export
-from fp8_suite.training.checkpoint.export import check_export, export_hf
-from fp8_suite.training.checkpoint.generate import TOKENIZER_SAMPLE, generation_config, tokenizer_round_trips
+from fp8_suite.training.export import write
+from fp8_suite.training.export.generate import TOKENIZER_SAMPLE, generation_config, tokenizer_round_trips
+from fp8_suite.training.export.write import check_export, export_hf
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -48,7 +48,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    monkeypatch.setattr(export, "MAX_SHARD_BYTES", 6000)
+    monkeypatch.setattr(write, "MAX_SHARD_BYTES", 6000)
     return monkeypatch
 
 

@@ -1,0 +1,137 @@
+"""FP8 forms of exports have the numerics of TE and of compressed-tensors, and keep vLLM's GEMMs whole."""
+
+import pytest
+import torch
+from fp8_suite.te_models.emulation.casts import E4M3, cast_blocks, tiled
+from fp8_suite.te_models.quantized.formats import ROW, SQUARE, dequantize
+from fp8_suite.te_models.quantized.forms import (
+    FORMS,
+    fp8_weights,
+    in_chunks,
+    quantize_blocks,
+    quantize_channels,
+    unshardable,
+)
+
+SQUARES = (128, 128)
+
+
+def weight(rows=384, columns=256, dtype=torch.bfloat16):
+    """Random values with a zero block, a tiny one, a large one, and one with a single large value."""
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * 0.02
+    values[:128, :128] = 0
+    values[:128, 128:] *= 2.0**-120
+    values[128:256, :128] *= 2.0**100
+    values[130, 200] = 3.0
+    return values.to(dtype)
+
+
+def as_bytes(values):
+    return values.view(torch.uint8)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_are_those_of_the_block_recipe(power_of_two, dtype):
+    values, scales = quantize_blocks(weight(dtype=dtype), power_of_two=power_of_two)
+    operand = cast_blocks(weight(dtype=dtype), E4M3, SQUARES, power_of_two=power_of_two)
+    assert torch.equal(as_bytes(values), as_bytes(operand.data))
+    assert torch.equal(scales, operand.scale_inv) and scales.dtype == torch.float32
+
+
+def test_fp8_blocks_to_weights_to_fp8_blocks():
+    """A block whose largest value was rounded to 224 gets half the scale, as in training: 448 is in range."""
+    source = torch.randn(4096, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
+    values, scales = quantize_blocks(source)
+    master = dequantize(values, scales, SQUARE)
+    for dtype in (torch.float32, torch.bfloat16):
+        again, new_scales = quantize_blocks(master.to(dtype))
+        assert torch.equal(dequantize(again, new_scales, SQUARE), master)
+        at_224 = tiled(values.float(), SQUARES).abs().amax((1, 3)) == 224
+        assert 0 < at_224.float().mean() < 0.15
+        assert torch.equal(new_scales, torch.where(at_224, scales / 2, scales))
+        same = tiled(as_bytes(values) == as_bytes(again), SQUARES).all(3).all(1)
+        assert same[~at_224].all()
+    third, last_scales = quantize_blocks(dequantize(again, new_scales, SQUARE))
+    assert torch.equal(as_bytes(third), as_bytes(again)) and torch.equal(last_scales, new_scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_channels_are_those_of_compressed_tensors(dtype):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    group = FORMS["channel"].config(["lm_head"])["config_groups"]["group_0"]
+    scheme = QuantizationScheme(**group)
+    source = weight(dtype=dtype)
+    source[5] = 0
+    values, scales = quantize_channels(source)
+    low, high = source.bfloat16().aminmax(dim=1, keepdim=True)
+    expected, _ = calculate_qparams(low, high, QuantizationArgs(**group["weights"]))
+    if dtype == torch.bfloat16:
+        assert torch.equal(scales, expected) and scales.dtype == torch.bfloat16
+    state = {"weight": source.float(), "weight_scale": scales.float()}
+    compressed = FloatQuantizationCompressor.compress(state, scheme)["weight"]
+    assert torch.equal(as_bytes(values), as_bytes(compressed))
+    state = {"weight": values, "weight_scale": scales.float()}
+    theirs = FloatQuantizationCompressor.decompress(state, scheme)["weight"]
+    assert torch.equal(dequantize(values, scales, ROW), theirs.float())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_chunks_do_not_change_the_result(form, monkeypatch):
+    whole = FORMS[form].quantize(weight())
+    monkeypatch.setattr("fp8_suite.te_models.quantized.forms.CHUNK", 1)
+    parts = in_chunks(FORMS[form].quantize, weight())
+    assert all(torch.equal(as_bytes(a), as_bytes(b)) for a, b in zip(parts, whole, strict=True))
+
+
+def layer(**sizes):
+    names = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn"}
+    sizes = dict.fromkeys([*names, "gate_proj", "up_proj", "down_proj"], (256, 256)) | sizes
+    return {f"model.layers.7.{names.get(leaf, 'mlp')}.{leaf}.weight": shape for leaf, shape in sizes.items()}
+
+
+OTHERS = {
+    "model.embed_tokens.weight": (256, 256),
+    "lm_head.weight": (256, 256),
+    "model.layers.7.input_layernorm.weight": (256,),
+    "model.layers.7.self_attn.q_proj.bias": (256,),
+    "model.layers.7.mlp.gate.weight": (256, 256),
+    "model.layers.7.mlp.experts.gate_up_proj": (4, 256, 256),
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bf16", "kept"),
+    [
+        ({}, (), ""),
+        ({"v_proj": (64, 256)}, (), "q_proj k_proj v_proj"),
+        ({"down_proj": (256, 192)}, (), "down_proj"),
+        ({}, ["model.layers.7.mlp.up_proj"], "gate_proj up_proj"),
+    ],
+)
+def test_gemms_that_vllm_fuses_have_one_precision(sizes, bf16, kept):
+    shapes = layer(**sizes)
+    chosen = fp8_weights(shapes | OTHERS, FORMS["block"], bf16)
+    assert {name.split(".")[-2] for name in shapes.keys() - chosen} == set(kept.split())
+    assert chosen <= shapes.keys()
+
+
+@pytest.mark.parametrize(
+    ("kv", "mlp", "refused"),
+    [
+        ((1024, 8), 14336, []),  # Llama 3.1 8B
+        ((512, 4), 18944, [8]),  # Qwen2.5 7B: 148 blocks
+        ((128, 2), 4864, [2, 4, 8]),  # Qwen2.5 0.5B: heads of 64
+    ],
+)
+def test_numbers_of_gpus_that_vllm_refuses(kv, mlp, refused):
+    size, heads = kv
+    shapes = layer(q_proj=(4096, 4096), o_proj=(4096, 4096), k_proj=(size, 4096), v_proj=(size, 4096))
+    shapes = {name: shape for name, shape in shapes.items() if "mlp" not in name} | {
+        "model.layers.0.mlp.down_proj.weight": (4096, mlp)
+    }
+    assert list(unshardable(shapes, heads)) == refused
