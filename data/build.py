@@ -31,7 +31,7 @@ from fp8_suite.data.loader import Loader
 from fp8_suite.data.order import Layout, Stored, Stream
 from fp8_suite.data.packing import permutation
 from fp8_suite.data.reading.cache import check_cache
-from fp8_suite.data.reading.rows import Status
+from fp8_suite.data.reading.rows import Row, Status
 from fp8_suite.data.reading.sources import open_source
 from fp8_suite.data.report import DataReport, report_on
 from fp8_suite.data.samples import Selection, Split
@@ -274,7 +274,12 @@ def evaluation_prompts(split: Split, selection: Selection) -> list[tuple[str, st
     """Return the prompts and answers of a selection's first NUM_PROMPTS rows; [] for plain text."""
     if not split.source.columns.chat:
         return []
-    rows, numbers = split.source.rows, np.unique(selection.samples.row)[:NUM_PROMPTS].tolist()
-    stored = rows if isinstance(rows, Dataset) else list(islice(rows, numbers[-1] + 1))
-    samples = (split.source.to_sample(stored[number]) for number in numbers)
+    samples = map(split.source.to_sample, selected_rows(split, selection, NUM_PROMPTS))
     return [split.encoder.prompt_and_answer(sample) for sample in samples]
+
+
+def selected_rows(split: Split, selection: Selection, most: int | None = None) -> list[Row]:
+    """Return a selection's usable rows as they are stored, the first `most` of them."""
+    rows, numbers = split.source.rows, np.unique(selection.samples.row)[:most].tolist()
+    stored = rows if isinstance(rows, Dataset) else list(islice(rows, numbers[-1] + 1))
+    return [stored[number] for number in numbers]

@@ -17,6 +17,7 @@ from fp8_suite.training.tracking.metrics import METRICS, RATES, WALL_RATES, summ
 
 Series = list[tuple[int, float]]  # (optimizer step, value)
 
+EVALUATION_FILE = "evaluation.json"  # of benchmarks.evaluate
 DEFAULT = Config().to_dict()
 EFFECTS = {
     name: setting.field.metadata["affects"] or SECTIONS[setting.section].affects
@@ -78,6 +79,7 @@ class RunRecord:
     summary: dict[str, Any] | None
     wall_time: dict[str, Any] = field(default_factory=dict)  # summed over restarts
     remarks: dict[str, Any] = field(default_factory=dict)  # limits of a recorded run; see results/README.md
+    evaluation: list[dict[str, Any]] = field(default_factory=list)  # results of benchmarks.evaluate
 
     @property
     def name(self) -> str:
@@ -223,6 +225,7 @@ def read_run(folder: Path) -> RunRecord:
         records=_read_metrics(folder / "metrics.jsonl"),
         summary=summary,
         wall_time=read_record(folder / "wall_time.json"),
+        evaluation=_read_evaluation(folder, summary),
     )
     try:  # nested values that a report reads
         _ = (
@@ -256,6 +259,13 @@ def _read_checked(path: Path) -> dict[str, Any] | None:
             if values[name] is not None and not isinstance(values[name], kinds):
                 raise bad_input(f"{path}: {name} is {values[name]!r}, not {what}; restore or delete the file")
     return values
+
+
+def _read_evaluation(folder: Path, summary: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the results of benchmarks.evaluate on a finished run; [] if it was trained further since."""
+    record = read_record(folder / EVALUATION_FILE)
+    current = summary is not None and record.get("steps") == summary.get("steps")
+    return record.get("results", []) if current else []
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -98,7 +98,7 @@ class Judgement:
             return "no pair of runs has finite losses"
         if not self.bounds:
             return (
-                f"gap {self.mean:+.2f} % with one seed, which does not decide: recorded gaps vary by "
+                f"gap {self.mean:+.2f} % with one seed, which does not decide: recorded loss gaps vary by "
                 f"{RECORDED_SPREAD:g} % (standard deviation) between seeds"
             )
         low, high = self.bounds
@@ -141,6 +141,25 @@ def judge_evaluation(pairs: Sequence[Pair], limit: float) -> Judgement | None:
     return Judgement(percent, limit) if losses else None
 
 
+def judge_evaluated(pairs: Sequence[Pair], limit: float) -> dict[str, Judgement]:
+    """Judge the results of benchmarks.evaluate by measure and export, where the data are the same.
+
+    An export is compared with its counterpart, else with the baseline's BF16 `export`. The gap is how much
+    worse it is: the drop of an accuracy in percentage points, else the relative difference in percent.
+    """
+    worse: dict[str, list[float]] = {}
+    for run, baseline in pairs:
+        values = {(r["export"], r["measure"], r["data"]): r["value"] for r in baseline.evaluation}
+        for r in run.evaluation:
+            value, sign = r["value"], -1 if r["higher_is_better"] else 1
+            keys = [(export, r["measure"], r["data"]) for export in (r["export"], "export")]
+            for reference in [values[key] for key in keys if key in values][:1]:
+                is_accuracy = r["higher_is_better"] and 0 <= reference <= 1
+                gap = value - reference if is_accuracy else value / reference - 1
+                worse.setdefault(f"{r['measure']} of {r['export']}", []).append(100 * sign * gap)
+    return {name: Judgement(tuple(values), limit) for name, values in worse.items()}
+
+
 def _percent(fractions: Iterable[float | None]) -> tuple[float, ...]:
     return tuple(100 * fraction for fraction in fractions if fraction is not None)
 
@@ -152,6 +171,12 @@ class Result:
     pairs: list[Pair]
     training: Judgement
     evaluation: Judgement | None
+    evaluated: dict[str, Judgement]  # by measure and export, from benchmarks.evaluate
+
+    @property
+    def judgements(self) -> dict[str, Judgement | None]:
+        """Judgements by name of the loss or measure."""
+        return {"training": self.training, "evaluation": self.evaluation} | self.evaluated
 
     @property
     def run(self) -> RunRecord:
@@ -168,7 +193,8 @@ class Result:
 
 
 def judge_pairs(pairs: list[Pair], limit: float) -> Result:
-    return Result(pairs, judge_training(pairs, limit), judge_evaluation(pairs, limit))
+    judges = judge_training, judge_evaluation, judge_evaluated
+    return Result(pairs, *(judge(pairs, limit) for judge in judges))
 
 
 def judge_all(losses: gaps.Comparison, limit: float = MAX_LOSS_GAP) -> list[Result]:
@@ -217,7 +243,7 @@ def lines_of(results: Iterable[Result], name: Callable[[RunRecord], str]) -> lis
         Line(name(result.run), name(result.baseline), loss, judgement, result.speedup, settings)
         for result in results
         for settings in [", ".join(gaps.other_settings(result.run, result.baseline)) or None]
-        for loss, judgement in (("training", result.training), ("evaluation", result.evaluation))
+        for loss, judgement in result.judgements.items()
         if judgement
     ]
 

@@ -68,7 +68,7 @@ def gap_section(runs: list[RunRecord], losses: gaps.Comparison) -> dict[str, Any
     return {
         "reference": names[id(losses.reference)],
         "table": make_table(LINES, lines),
-        "notes": [f"{line.variant}, {line.loss} loss: {line.judgement.describe()}" for line in lines],
+        "notes": [f"{line.variant}, {line.loss}: {line.judgement.describe()}" for line in lines],
         "left_out": losses.left_out,
     }
 

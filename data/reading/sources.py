@@ -33,7 +33,7 @@ from fp8_suite.data.reading.formats import (
     named_file,
     read_files,
 )
-from fp8_suite.data.reading.rows import Row, arrow_row, json_line, parse_line
+from fp8_suite.data.reading.rows import Row, arrow_row, drop_nulls, json_line, parse_line
 from fp8_suite.data.settings import DataConfig
 
 SAVED = ("dataset_dict.json", "state.json")  # files that `save_to_disk` writes
@@ -51,6 +51,7 @@ class Source:
     rows: Dataset | IterableDataset
     columns: Columns
     to_sample: Callable[[Row], Row]
+    read_row: Callable[[Row], Any]  # returns all columns of a stored row
     unit: str  # "line" for a single JSON Lines file, where row numbers are line numbers, else "row"
 
 
@@ -123,7 +124,8 @@ def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str
         way_out = "a file with one list of rows must be called .json"
         raise bad_setting(f"{reason}; {way_out}", dataset_name=cfg.dataset_name)
     columns = choose_columns(cfg, first_keys(objects), objects)
-    return Source(rows, columns, partial(json_line, columns.to_sample), "line" if len(files) == 1 else "row")
+    unit = "line" if len(files) == 1 else "row"
+    return Source(rows, columns, partial(json_line, columns.to_sample), parse_line, unit)
 
 
 @cache
@@ -151,7 +153,7 @@ def source_of_saved(cfg: DataConfig, folder: Path, split: str) -> Source:
 
 def source_of_rows(cfg: DataConfig, rows: Dataset | IterableDataset) -> Source:
     columns = choose_columns(cfg, rows.column_names or first_keys(rows), islice(rows, PEEK))
-    return Source(rows, columns, partial(arrow_row, columns.to_sample), "row")
+    return Source(rows, columns, partial(arrow_row, columns.to_sample), drop_nulls, "row")
 
 
 def first_keys(rows: Iterable[Row]) -> list[str]:

@@ -16,7 +16,8 @@ LINE = [
     *("te_models/lora", "te_models", "te_models/precision", "te_models/library"),
     *("training/tracking", "training/optim", "training/parallel", "training/estimate", "training/precision"),
     *("training/checkpoint", "training/export", "training", "training/doctor"),
-    *("benchmarks/records", "benchmarks/report", "benchmarks/compare", "benchmarks/plan"),
+    *("benchmarks/records", "benchmarks/report", "benchmarks/compare", "benchmarks/evaluate"),
+    "benchmarks/plan",
     *("benchmarks", "benchmarks/saves"),
 ]
 LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "nvdlfw_inspect"}

@@ -14,7 +14,10 @@ from tests.children import running
 
 COMMANDS = [
     *(["train_fp8.py"], ["train_multi_gpu.py", "--help"]),
-    *(["-m", f"benchmarks.{name}"] for name in ("compare", "sweep", "report", "plan", "throughput", "peers")),
+    *(
+        ["-m", f"benchmarks.{name}"]
+        for name in ("compare", "evaluate", "sweep", "report", "plan", "throughput", "peers")
+    ),
     *(["-m", f"benchmarks.{name}"] for name in ("chart", "records.add")),
 ]
 

@@ -1,0 +1,109 @@
+"""Evaluate trained models: loss and answers on their data set, and tasks of lm-eval, in one table.
+
+python -m benchmarks.evaluate RUN|EXPORT|MODEL ... [--tasks loss,exact_match,gsm8k] [--output_dir DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from fp8_suite.benchmarks.evaluate.harness import find_tasks
+from fp8_suite.benchmarks.evaluate.results import Result, results_table
+from fp8_suite.benchmarks.evaluate.targets import find_targets
+from fp8_suite.benchmarks.records.launch import command_parser, folder_flag, run_command
+from fp8_suite.benchmarks.records.runs import EVALUATION_FILE, read_run
+from fp8_suite.benchmarks.report.tables import markdown
+from fp8_suite.core.cli import add_setting
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.files import replace_file, to_json
+from fp8_suite.core.redact import redact
+from fp8_suite.training.config import all_settings
+
+PROG = "python -m benchmarks.evaluate"
+MEASURES = ("loss", "exact_match")  # all other tasks are lm-eval's
+NUMBERS = {
+    "batch_size": (1, None, "samples per batch; halved if GPU memory is full (default: by device)"),
+    "max_new_tokens": (1, 512, "longest answer (default: 512)"),
+    "num_fewshot": (0, None, "lm-eval: examples in the prompt (default: the task's)"),
+    "limit": (1, None, "lm-eval: samples per task (default: all)"),
+}
+DATA = ("dataset_name", "split_name", "eval_split", "eval_samples", "dataset_text_field", "system_prompt")
+DATA += ("max_seq_length", "tokenizer_name", "trust_remote_code")
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Return the parsed flags, and the given settings of the data."""
+    parser = command_parser(PROG, __doc__)
+    text = "run folder (its exports), folder with runs, exported model, or model of the hub"
+    parser.add_argument("models", nargs="+", metavar="RUN|EXPORT|MODEL", help=text)
+    text = "loss and exact_match on the data set, or tasks of lm-eval (default: loss,exact_match)"
+    parser.add_argument(
+        "--tasks", type=lambda text: [*filter(None, text.split(","))], metavar="NAME,...", help=text
+    )
+    for name, text in {
+        "output_dir": "folder for table, JSON and answers",
+        "include_path": "lm-eval: folder of tasks",
+    }.items():
+        parser.add_argument(f"--{name}", type=folder_flag, metavar="DIR", help=text)
+    for name, (_, default, text) in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    text = "lm-eval: prompt with the chat template"
+    parser.add_argument("--apply_chat_template", action="store_true", help=text)
+    data = parser.add_argument_group("data (default: the run's)")
+    for name in DATA:
+        add_setting(data, name, all_settings()[name])
+    args = parser.parse_args(argv)
+    for name, (least, *_) in NUMBERS.items():
+        if (value := getattr(args, name)) is not None and value < least:
+            raise bad_setting(f"must be at least {least}", **{name: value})
+    return args, {name: getattr(args, name) for name in DATA if hasattr(args, name)}
+
+
+def evaluate(argv: list[str]) -> int:
+    args, given = parse(argv)
+    targets = find_targets(args.models, given)
+    tasks = [task for task in args.tasks or () if task not in MEASURES]
+    measures = [name for name in MEASURES if name in (args.tasks or MEASURES)]
+    if measures and "dataset_name" not in given and not any(target.run for target in targets):
+        raise bad_setting("no run is given; add --dataset_name, or other --tasks", tasks=",".join(measures))
+    manager = find_tasks(tasks, args.include_path) if tasks else None
+    from fp8_suite.benchmarks.evaluate.measure import measure  # imports torch
+
+    results: list[Result] = []
+    answers: list[dict[str, Any]] = []
+    for number, target in enumerate(targets, 1):
+        print(f"[{number}/{len(targets)}] {target.label}", flush=True)
+        measured, cases = measure(target, measures, tasks, manager, args)
+        results, answers = results + measured, answers + cases
+    table = results_table(results)
+    text = markdown(table.headings, table.texts)
+    print(f"\n{text}\n")
+    for run in {target.run for target in targets} - {None}:
+        names = {target.label for target in targets if target.run == run}
+        _write(
+            run, [result for result in results if result.model in names], steps=read_run(run).value("steps")
+        )
+    if args.output_dir:
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+        command = redact(shlex.join([*PROG.split(), *argv]))
+        _write(args.output_dir, results, command=command)
+        replace_file(args.output_dir / "evaluation.md", f"{text}\n\n```\n{command}\n```\n".encode())
+        lines = "".join(json.dumps(case) + "\n" for case in answers)
+        replace_file(args.output_dir / "answers.jsonl", lines.encode())
+        print(f"evaluation: {args.output_dir / 'evaluation.md'}")
+    return 0
+
+
+def _write(folder: Path, results: list[Result], **record: Any) -> None:
+    rows = [asdict(replace(result, scores=())) for result in results]
+    replace_file(folder / EVALUATION_FILE, to_json(record | {"results": rows}, indent=1))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Evaluate and print the table. Exit codes: 0 done, 2 bad setting, 75 interrupted."""
+    return run_command(evaluate, argv)

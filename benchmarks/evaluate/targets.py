@@ -1,0 +1,62 @@
+"""Models to evaluate: exports of runs, other exports, models of the hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fp8_suite.benchmarks.records.runs import bad_input, find_runs, read_run
+from fp8_suite.training.config import Config, all_settings, config_from_dict
+
+OTHER_ROWS = {"dataset_name", "split_name", "eval_split"}  # with these, it is not a run's held-out rows
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to evaluate on the data of `cfg`."""
+
+    label: str
+    path: str
+    cfg: Config
+    held_out: bool = False  # True if it is evaluated on the rows that a run held out
+    run: Path | None = None  # the run that exported it
+    export: str = ""  # name of its export
+
+
+def find_targets(names: list[str], given: dict[str, Any]) -> list[Target]:
+    """Return the models on the data of their runs, with the `given` settings, or else of the first run.
+
+    UserError for a folder without a model, or for runs on different data.
+    """
+    targets: list[Target] = []
+    for name in names:
+        path = Path(name).expanduser()
+        is_model = not path.is_dir() or (path / "config.json").exists()
+        runs = [] if is_model else find_runs(path)
+        if not runs and not is_model:
+            raise bad_input(f"{name}: no run folder and no model (it has no settings.json, no config.json)")
+        targets += [Target(name, str(path) if path.is_dir() else name, Config())] if is_model else []
+        targets += [target for run in runs for target in _exports(run, given)]
+    of_runs = [target for target in targets if target.run]
+    first = of_runs[0] if of_runs else Target("", "", config_from_dict(given))
+    for target in of_runs:
+        if target.cfg.data != first.cfg.data:
+            raise bad_input(
+                f"{first.run} and {target.run} have different data; give --dataset_name and splits"
+            )
+    data = {"cfg": first.cfg, "held_out": first.held_out}
+    return [target if target.run else replace(target, **data) for target in targets]
+
+
+def _exports(run: Path, given: dict[str, Any]) -> list[Target]:
+    """Return a run's exports. UserError if it has none."""
+    exports = sorted(file.parent for file in run.glob("export*/config.json"))
+    if not exports:
+        way = f"python train_fp8.py --config {run}/settings.json --export"
+        raise bad_input(f"{run}: has no export; make it: {way}")
+    table, record = all_settings(), read_run(run)
+    names = [name for name in table if table[name].section == "data"] + ["seed", "trust_remote_code"]
+    cfg = config_from_dict({name: record.setting(name) for name in names} | given)
+    held_out = not OTHER_ROWS & given.keys()
+    return [Target(f"{record.name}/{e.name}", str(e), cfg, held_out, run, e.name) for e in exports]
