@@ -20,6 +20,7 @@ from fp8_suite.core.readers import UnreadableFile, read_json
 from fp8_suite.core.redact import redact
 from fp8_suite.data.reading.formats import named_file
 from fp8_suite.te_models.kernels import flash_attention_cache
+from fp8_suite.te_models.kernels.flash_attention_cache import Variant
 from fp8_suite.te_models.presets import PRESETS, require_model
 from fp8_suite.training.config import Config, parse_config
 from fp8_suite.training.estimate.sizes import check_number_of_ranks
@@ -60,24 +61,29 @@ def _work_ahead(cfg: Config | None) -> None:
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     capability = open_gpu(local_rank)
-    if cfg and capability == HOPPER and not flash_attention_cache.compiled():
+    if cfg and capability == HOPPER:
         # Not a preset, no config.json of a decoder, or no process can be started.
         with suppress(UnreadableFile, LookupError, TypeError, OSError):
-            for arguments in kernels_to_compile(cfg):
-                flash_attention_cache.start_compiler(*arguments)
+            for variant in kernels_to_compile(cfg):
+                flash_attention_cache.start_compiler(variant)
 
 
-def kernels_to_compile(cfg: Config) -> list[tuple[int, int, int, bool, bool]]:
-    """Return arguments for `flash_attention_cache.start_compiler`, one for each process."""
+def kernels_to_compile(cfg: Config) -> list[Variant]:
+    """Return the kernels of FlashAttention 4 that the run needs and that are not compiled yet."""
     name = cfg.model.model_name
-    if not (cfg.model.use_te and cfg.model.flash_attention and find_spec("flash_attn")):
+    if not (cfg.model.flash_attention and find_spec("flash_attn")):
         return []
     config = PRESETS.get(name) or read_json(Path(name) / "config.json")
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     size = config.get("head_dim") or config["hidden_size"] // heads
-    forms = dict.fromkeys((cfg.data.packing, False))  # packed runs also have unpacked batches
-    return [(heads, groups, size, packed, cfg.optim.deterministic) for packed in forms]
+    kernels = flash_attention_cache.variants(
+        (heads, groups, size),
+        native=cfg.model.use_te,
+        packed=cfg.data.packing,
+        deterministic=cfg.optim.deterministic,
+    )
+    return [variant for variant in kernels if not variant.record().exists()]
 
 
 def parse_early(description: str) -> Config | None:

@@ -27,13 +27,15 @@ from fp8_suite.core.errors import first_line
 from fp8_suite.core.packages import version
 from fp8_suite.core.patches import FLASH_ATTENTION_4_OFF, FLASH_ATTENTION_4_ON
 from fp8_suite.te_models.kernels import flash_attention_cache
+from fp8_suite.te_models.kernels.flash_attention_cache import PACKAGE, Variant
 from fp8_suite.te_models.kernels.selection import on_hopper
 from torch import Tensor
 
-PACKAGE = "flash-attn-4"
 MODULE = "flash_attn.cute.interface"
 INSTALL = f"pip install '{PACKAGE}[cu13]==4.0.0b29'"
 TE_SWITCHES = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4")
+# Sequence length of tests. Shorter ones run other kernels, which have one block of up to 192 queries or keys.
+LENGTH = 208
 # T tokens, N sequences, S tokens per row, H query heads, G key/value groups, K head size.
 # Arguments: q [T, H, K], k and v [T, G, K], cu_seqlens [N+1] int32, longest sequence; returns [T, H, K].
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
@@ -110,70 +112,75 @@ def _first(out: Any) -> Tensor:
 
 
 def self_test(attend: Attend, heads: int, groups: int, head_size: int, device: str = "cuda") -> str | None:
-    """Compare `attend`, forward and backward, with torch in float32; return the problem, or None."""
-    length, generator = 160, torch.Generator(device).manual_seed(0)
-    cu_seqlens = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
-    shapes = [(2 * length, n, head_size) for n in (heads, groups, groups, heads)]
+    """Compare `attend`, with and without gradients, with torch in float32; return the problem, or None."""
+    generator = torch.Generator(device).manual_seed(0)
+    cu_seqlens = torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32, device=device)
+    shapes = [(2 * LENGTH, n, head_size) for n in (heads, groups, groups, heads)]
     *inputs, grad = (torch.randn(shape, device=device, generator=generator).bfloat16() for shape in shapes)
 
     def reference(*inputs: Tensor) -> Tensor:
-        rows = (t.unflatten(0, (2, length)).transpose(1, 2) for t in inputs)  # [2, H or G, S, K]
+        rows = (t.unflatten(0, (2, LENGTH)).transpose(1, 2) for t in inputs)  # [2, H or G, S, K]
         out = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=heads != groups)
         return out.transpose(1, 2).flatten(0, 1)  # [T, H, K]
 
     try:
-        results = _with_gradients(lambda *inputs: attend(*inputs, cu_seqlens, length), inputs, grad)
+        results = _results(lambda *inputs: attend(*inputs, cu_seqlens, LENGTH), inputs, grad)
     except Exception as error:  # from its import, compiler, cache or a changed signature
         reason = f"{PACKAGE} {installed()} fails ({first_line(error)})"
         return f"{reason}: {INSTALL}, or delete its compiled kernels in {flash_attention_cache.folder()}"
-    expected = _with_gradients(reference, [t.float() for t in inputs], grad.float())
+    expected = _results(reference, [t.float() for t in inputs], grad.float())
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(results, expected, strict=True)]
     if not all(error < 0.02 for error in errors):  # false for NaN
         return f"{PACKAGE} {installed()} computes wrong attention: {INSTALL}"
     return None
 
 
-def _with_gradients(attend: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
-    """Return the output and the gradients of the inputs, in float32."""
+def _results(attend: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """Return the outputs without and with gradients, and the gradients of the inputs, in float32."""
+    with torch.no_grad():
+        evaluated = attend(*inputs)
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in inputs]
         out = attend(*leaves)
-        return [t.detach().float() for t in (out, *torch.autograd.grad(out, leaves, grad))]
+        return [t.detach().float() for t in (evaluated, out, *torch.autograd.grad(out, leaves, grad))]
 
 
 # Compiling beside other work, see `flash_attention_cache`
 
 
-def compile_for_te(heads: int, groups: int, head_size: int, packed: bool, deterministic: bool) -> None:
-    """Compile the kernels of a forward and backward pass of TE's layers, without a GPU.
+def compile_ahead(variant: Variant) -> None:
+    """Compile kernels as TE's layers call them, without a GPU.
 
     It changes FlashAttention, so it needs a process of its own.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     for function in (interface().FlashAttnFunc, interface().FlashAttnVarlenFunc):
-        function.apply = _forward_and_backward(function)
+        function.apply = _without_autograd(function)
+    heads, groups, head_size, packed, deterministic, trained = variant
     with FakeTensorMode(), torch.no_grad():
         q, k, v = (
-            torch.empty(320, n, head_size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            torch.empty(2 * LENGTH, n, head_size, dtype=torch.bfloat16, device="cuda", requires_grad=trained)
             for n in (heads, groups, groups)
         )
         cu_seqlens = torch.empty(3, dtype=torch.int32, device="cuda")
-        as_te_calls(packed=packed, deterministic=deterministic)(q, k, v, cu_seqlens, 160)
+        as_te_calls(packed=packed, deterministic=deterministic)(q, k, v, cu_seqlens, LENGTH)
+    variant.record().touch()
 
 
-def _forward_and_backward(function: Any) -> Any:
-    """Return the autograd function's `apply` without autograd, which needs a GPU also for fake tensors."""
+def _without_autograd(function: Any) -> Any:
+    """Return an autograd function's forward and backward without autograd, which needs a GPU."""
 
-    def apply(*arguments: Any) -> Any:
+    def apply(q: Tensor, *arguments: Any) -> Any:
         context = SimpleNamespace(set_materialize_grads=lambda value: None)
         context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
-        results = function.forward(context, *arguments)
-        function.backward(context, results[0].clone(), None)
+        results = function.forward(context, q, *arguments)
+        if q.requires_grad:
+            function.backward(context, results[0].clone(), None)
         return results
 
     return apply
 
 
 if __name__ == "__main__":
-    compile_for_te(*json.loads(sys.argv[1]))
+    compile_ahead(Variant(*json.loads(sys.argv[1])))

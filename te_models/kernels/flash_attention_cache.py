@@ -11,7 +11,12 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
+from fp8_suite.core.packages import version
+
+PACKAGE = "flash-attn-4"
+COMPILED_BY = (PACKAGE, "nvidia-cutlass-dsl", "apache-tvm-ffi")  # other versions compile anew
 CACHE = Path("~/.cache/flash_attention_4")  # compiled kernels, which take 14 s to compile
 COMPILER = "fp8_suite.te_models.kernels.flash_attention"
 # The compiler must not open the GPU, whose memory the run needs, so it does not see the architecture.
@@ -21,9 +26,32 @@ COMPILE_SECONDS = 60.0  # the longest wait for a compiler
 _compilers: list[subprocess.Popen] = []
 
 
-def compiled() -> bool:
-    """True if compiled kernels are cached, of this or another model."""
-    return any(folder().rglob("*.o"))  # an import makes folders
+class Variant(NamedTuple):
+    """Kernels that are compiled together, as arguments of `flash_attention.compile_ahead`."""
+
+    heads: int
+    groups: int
+    head_size: int
+    packed: bool
+    deterministic: bool
+    trained: bool  # forward with log-sum-exp, and backward; otherwise forward without gradients
+
+    def record(self) -> Path:
+        """Return the empty file that exists once these kernels are compiled by the installed versions."""
+        return folder() / "-".join(map(str, ("compiled", *map(version, COMPILED_BY), *self)))
+
+
+def variants(
+    heads: tuple[int, int, int], *, native: bool, packed: bool, deterministic: bool
+) -> list[Variant]:
+    """Return the kernels of a run with TE's layers, or with Hugging Face's, by query heads, groups and size.
+
+    Packed runs of TE's layers also have unpacked batches. Hugging Face's layers always pack, and compute the
+    log-sum-exp without gradients too.
+    """
+    forms = dict.fromkeys((packed, False)) if native else (True,)
+    passes = (True, False) if native else (True,)
+    return [Variant(*heads, form, deterministic, trained) for form in forms for trained in passes]
 
 
 def folder() -> Path:
@@ -36,11 +64,10 @@ def cache_on_disk() -> None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder()))
 
 
-def start_compiler(heads: int, groups: int, head_size: int, packed: bool, deterministic: bool) -> None:
-    """Start a process that runs `flash_attention.compile_for_te` with these arguments for Hopper GPUs."""
+def start_compiler(variant: Variant) -> None:
+    """Start a process that compiles these kernels for Hopper GPUs."""
     environment = os.environ | ON_CPU | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    arguments = json.dumps([heads, groups, head_size, packed, deterministic])
-    command, nowhere = [sys.executable, "-m", COMPILER, arguments], subprocess.DEVNULL
+    command, nowhere = [sys.executable, "-m", COMPILER, json.dumps(variant)], subprocess.DEVNULL
     _compilers.append(
         subprocess.Popen(command, env=environment, stdin=nowhere, stdout=nowhere, stderr=nowhere)
     )

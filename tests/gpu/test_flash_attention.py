@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 from fp8_suite.te_models.kernels import flash_attention, flash_attention_cache, packed_attention
+from fp8_suite.training import launch
+from fp8_suite.training.config import parse_config
 
 from tests.gpu.models import DEVICE
 from tests.gpu.test_run import SMALL, losses, train
@@ -53,30 +55,37 @@ def test_compiled_kernels_are_cached_on_disk(tmp_path, monkeypatch, layers):
     assert list((tmp_path / "cache").rglob("*.o"))
 
 
+@pytest.mark.parametrize("trained", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("packed", [True, False])
-def test_kernels_compiled_without_a_gpu_are_those_of_a_run_and_compute_the_same_bits(tmp_path, packed):
+def test_kernels_compiled_without_a_gpu_are_those_of_a_run_and_compute_the_same_bits(
+    tmp_path, packed, trained
+):
     """The run loads every kernel from the cache and compiles none."""
     code = """
 import sys, torch
 from fp8_suite.te_models.kernels import flash_attention
 torch.manual_seed(0)
-q, k, v = (torch.randn(320, n, 64, device="cuda").bfloat16().requires_grad_() for n in (8, 2, 2))
+q, k, v = (torch.randn(320, n, 64, device="cuda").bfloat16() for n in (8, 2, 2))
+trained = sys.argv[3] == "True"
+for t in (q, k, v):
+    t.requires_grad_(trained)
 cu_seqlens = torch.tensor([0, 160, 320], device="cuda").int()
 attend = flash_attention.as_te_calls(packed=sys.argv[1] == "True")
 out = attend(q, k, v, cu_seqlens, 160)
-out.sum().backward()
-torch.save([out, q.grad, k.grad, v.grad], sys.argv[2])
+if trained:
+    out.sum().backward()
+torch.save([out, q.grad, k.grad, v.grad][: 4 if trained else 1], sys.argv[2])
 """
     results, names = [], []
     for ahead in (True, False):
         folder = tmp_path / str(ahead)
         environment = os.environ | {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder)}
         if ahead:
-            arguments = json.dumps([8, 2, 64, packed, False])
+            arguments = json.dumps([8, 2, 64, packed, False, trained])
             command = [sys.executable, "-m", flash_attention_cache.COMPILER, arguments]
             subprocess.run(command, env=environment | flash_attention_cache.ON_CPU, check=True)
             compiled = sorted(path.name for path in folder.rglob("*.o"))
-        command = [sys.executable, "-c", code, str(packed), str(tmp_path / "results")]
+        command = [sys.executable, "-c", code, str(packed), str(tmp_path / "results"), str(trained)]
         subprocess.run(command, env=environment, check=True)
         names.append(sorted(path.name for path in folder.rglob("*.o")))
         results.append(torch.load(tmp_path / "results"))
@@ -84,6 +93,21 @@ torch.save([out, q.grad, k.grad, v.grad], sys.argv[2])
     assert torch.equal(results[0][0], results[1][0])
     for a, b in zip(*results, strict=True):  # gradients of queries are summed in any order
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("layers", ["--use_te", ""], ids=["te", "hf"])
+def test_a_run_that_evaluates_needs_no_kernel_that_is_not_compiled_ahead(tmp_path, monkeypatch, layers):
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache))
+    flags = SMALL.replace("--use_te", layers).replace("--deterministic", "").split()
+    cfg = parse_config([*flags, "--no_export"], prog="train_fp8.py", description="")
+    for variant in launch.kernels_to_compile(cfg):
+        command = [sys.executable, "-m", flash_attention_cache.COMPILER, json.dumps(variant)]
+        subprocess.run(command, env=os.environ | flash_attention_cache.ON_CPU, check=True)
+    assert not launch.kernels_to_compile(cfg)
+    ahead = sorted(cache.rglob("*.o"))
+    train(tmp_path / "run", " ".join([*flags, "--no_export --eval_at_start"]))
+    assert ahead and sorted(cache.rglob("*.o")) == ahead
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 64), (8, 8, 128), (4, 1, 32)])

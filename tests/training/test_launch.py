@@ -13,6 +13,7 @@ import torch
 from fp8_suite.core import gpus
 from fp8_suite.core.packages import ROOT
 from fp8_suite.te_models.kernels import flash_attention_cache
+from fp8_suite.te_models.kernels.flash_attention_cache import Variant
 from fp8_suite.training import launch
 from fp8_suite.training.config import parse_config
 from fp8_suite.training.launch import parse_early
@@ -78,22 +79,30 @@ def test_few_frames_lie_between_the_command_and_backward(monkeypatch, tmp_path):
 
 
 LLAMA = "--model_name meta-llama/Llama-3.1-8B --init random"
-PACKED, PADDED = (32, 8, 128, True, False), (32, 8, 128, False, False)
+PACKED, PADDED = (
+    [Variant(32, 8, 128, packed, False, trained) for trained in (True, False)] for packed in (True, False)
+)
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (f"{LLAMA} --use_te", [PACKED, PADDED]),  # packed runs also have unpacked batches
-        (f"{LLAMA} --use_te --no_packing", [PADDED]),
+        (f"{LLAMA} --use_te", PACKED + PADDED),  # packed runs also have unpacked batches
+        (f"{LLAMA} --use_te --no_packing", PADDED),
         (f"{LLAMA} --use_te --no_flash_attention", []),
-        (LLAMA, []),
+        (LLAMA, PACKED[:1]),
     ],
 )
-def test_flash_attention_is_compiled_for_the_runs_layers(flags, expected, monkeypatch):
+def test_flash_attention_is_compiled_once_for_the_runs_layers(flags, expected, monkeypatch, tmp_path):
     monkeypatch.setattr(launch, "find_spec", lambda name: object())
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
     cfg = parse_config(flags.split(), prog="train_fp8.py", description="")
     assert launch.kernels_to_compile(cfg) == expected
+    for count, variant in enumerate(expected, start=1):
+        variant.record().touch()  # as the process that has compiled them
+        assert launch.kernels_to_compile(cfg) == expected[count:]
+    monkeypatch.setattr(flash_attention_cache, "version", lambda package: "9.9")
+    assert launch.kernels_to_compile(cfg) == expected, "another version compiles anew"
 
 
 @pytest.mark.parametrize("error", [0, 100])  # CUDA_ERROR_NO_DEVICE
@@ -113,7 +122,7 @@ def test_a_gpu_is_opened_and_flash_attention_compiled_beside_the_imports(error, 
     monkeypatch.setattr(flash_attention_cache, "_compilers", [])
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
     launch._work_ahead(parse_config(f"{LLAMA} --use_te".split(), prog="train_fp8.py", description=""))
-    assert len(started) == (0 if error else 2)
+    assert len(started) == (0 if error else 4)
     for (_, _, module, _), environment in started:
         assert module == flash_attention_cache.COMPILER and environment["CUDA_VISIBLE_DEVICES"] == ""
 
