@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +52,8 @@ def build_te(spec: ModelSpec, options: BuildOptions) -> TECausalLM:
         model.cache_fp8_weights_under_fsdp()
     model.materialize()
     if options.load_weights:
-        load_te(model, weight_source(spec, seed=options.seed, device=options.device))
+        source = weight_source(spec, seed=options.seed, device=options.device)
+        load_te(model, source, options.split_master)
         _initialize_adapters(model, options)
         return model
     with torch.no_grad():
@@ -61,14 +64,14 @@ def build_te(spec: ModelSpec, options: BuildOptions) -> TECausalLM:
 
 def build_hf(spec: ModelSpec, options: BuildOptions) -> HFCausalLM:
     """Build transformers' implementation; shard it on the meta device if its weights can be streamed."""
-    source = _streamed_source(spec, options) if options.shard else None
+    source = _streamed_source(spec, options) if options.shard or spec.quantization else None
     if source:
         with parameters_on_meta():
             inner = from_config(spec, options.dtype)
         model = _wrap(inner, spec, options)
         materialize(inner, options.device)
         base = {name: p for name, p in inner.named_parameters() if not is_adapter(name)}
-        fill_named(base, source)
+        fill_named(base, source, options.split_master)
     elif spec.weights:
         # A model that is loaded whole stays on the CPU until it is sharded.
         inner = _from_files(spec, options.dtype).to("cpu" if options.shard else options.device)
@@ -125,12 +128,29 @@ def _from_seed(spec: ModelSpec, options: BuildOptions) -> nn.Module:
     return model
 
 
+@dataclass(frozen=True)
+class UnreadWeight:
+    """Weight that transformers reads when it needs it, by `weight[...]`, as it does with slices of files."""
+
+    source: WeightSource
+    key: str
+
+    def __getitem__(self, index: Any) -> Tensor:
+        assert index is ...
+        return self.source.get(self.key)
+
+
 def _from_files(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
     """Load a model with transformers; raise UserError if files are unreadable or weights are missing."""
     kind = auto_class(spec.config, trust_remote_code=spec.trust_remote_code)
+    weights: dict[str, Any] = {"pretrained_model_name_or_path": spec.weights}
+    if spec.quantization:
+        kind, source = type(on_meta(spec)), weight_source(spec, seed=0, device=torch.device("cpu"))
+        unread = {key: UnreadWeight(source, key) for key in source.shapes()}
+        weights = {"pretrained_model_name_or_path": None, "config": spec.config, "state_dict": unread}
     try:
         model, info = kind.from_pretrained(
-            spec.weights,
+            **weights,
             dtype=dtype,
             trust_remote_code=spec.trust_remote_code,
             output_loading_info=True,  # mismatches are reported below in one line

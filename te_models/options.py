@@ -10,7 +10,7 @@ import torch
 from fp8_suite.te_models.backend import Backend
 from fp8_suite.te_models.kernels.selection import DEFAULT_KERNELS, Kernels
 from fp8_suite.te_models.lora.settings import LoraConfig
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,8 @@ class BuildOptions:
     max_positions: int  # length of the RoPE tables
     seed: int = 0  # for random weights
     load_weights: bool = True  # False: TE layers start at zero, because a checkpoint follows
+    # Splits FP32 weights, dequantized from FP8, into BF16 parameters and their `low_half`.
+    split_master: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     compute_dtype: torch.dtype | None = None  # dtype of the forward pass, default `dtype`
     fp8_lm_head: bool = False
     recompute: str = "none"  # see `te_models.settings.recompute_levels`

@@ -13,9 +13,15 @@ import torch
 import xxhash
 from fp8_suite.core.errors import UserError, bad_setting, first_line, one_line
 from fp8_suite.core.hub import require_reachable_hub
-from fp8_suite.core.readers import parse_json
+from fp8_suite.core.readers import parse_json, read_json
 from fp8_suite.te_models.families import FAMILIES, wrong_sizes
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS, require_model
+from fp8_suite.te_models.quantized.methods import (
+    MODELOPT_FILE,
+    Quantization,
+    UnsupportedForm,
+    read_quantization,
+)
 from fp8_suite.te_models.weights import (
     EMBEDDING,
     LM_HEAD,
@@ -39,6 +45,8 @@ class ModelSpec:
     weights: Path | None
     trust_remote_code: bool = False
     unused: tuple[str, ...] = ()  # tensors of the weight files that the model lacks
+    quantization: Quantization | None = None  # form of FP8 weights; `config` has no quantization_config
+    dequantized: dict[str, Any] | None = None  # form and number of FP8 tensors, for the run's records
 
     @property
     def short_name(self) -> str:
@@ -72,7 +80,9 @@ def find_model(
     require_model(name, init)
     random = init == "random" or name in LOCAL_PRESETS
     config = _read_config(name, random=random, trust_remote_code=trust_remote_code)
-    spec = ModelSpec(name, config, None, trust_remote_code)
+    fields = vars(config).pop("quantization_config", None)
+    quantization = _quantization(name, fields) if fields else None
+    spec = ModelSpec(name, config, None, trust_remote_code, quantization=quantization)
     _refuse_untrainable(spec)
     if use_te:
         refuse_te(name, config, max_seq_length)
@@ -84,7 +94,10 @@ def find_model(
             )
     if not random:
         spec = replace(spec, weights=_find_weights(name))
-        if use_te or weight_files(spec.weights):
+        if not quantization and (file := spec.weights / MODELOPT_FILE).exists():
+            fields = read_json(file) | {"quant_method": "modelopt"}
+            spec = replace(spec, quantization=_quantization(name, fields))
+        if use_te or spec.quantization or weight_files(spec.weights):
             spec = _check_weights(spec, use_te=use_te)
     return spec
 
@@ -173,13 +186,15 @@ def _refuse_untrainable(spec: ModelSpec) -> None:
             "use a causal model, or remove that line",
             model_name=name,
         )
-    if quantized := getattr(config, "quantization_config", None):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else "unknown"
-        raise bad_setting(
-            f"quantized weights cannot be trained (quant_method {method}); give the original, unquantized "
-            "model",
-            model_name=name,
-        )
+
+
+def _quantization(name: str, fields: Any) -> Quantization:
+    """Return the form of FP8 weights by their quantization_config. UserError for any other."""
+    try:
+        return read_quantization(fields if isinstance(fields, dict) else fields.to_dict())
+    except UnsupportedForm as error:
+        reason = f"its weights are quantized by {error}, which cannot be trained; give the original model"
+        raise bad_setting(f"{reason}, or one in FP8", model_name=name) from None
 
 
 def refuse_te(name: str, config: Any, max_seq_length: int | None = None) -> None:
@@ -223,7 +238,9 @@ def _check_weights(spec: ModelSpec, *, use_te: bool) -> ModelSpec:
     Return the spec with `unused` tensors, for a known family, and tied as in the files: a stored LM head
     that differs from the embedding is not tied, as in transformers.
     """
-    source = SafetensorsSource(spec.weights)
+    source = SafetensorsSource(spec.weights, spec.quantization)
+    if spec.quantization:
+        spec = replace(spec, dequantized=source.reader.check())
     has_both = {EMBEDDING, LM_HEAD} <= source.shapes().keys()
     if has_both and getattr(spec.config, "tie_word_embeddings", False):
         tied = torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))
@@ -244,7 +261,7 @@ def digests(spec: ModelSpec) -> dict[str, str]:
     contains the names and shapes of the tensors, and two revisions of a model differ nearly everywhere.
     """
     settings = {k: v for k, v in spec.config.to_diff_dict().items() if not k.startswith("_")}
-    text = json.dumps(settings, sort_keys=True, default=str)
+    text = json.dumps([settings, str(spec.quantization)], sort_keys=True, default=str)
     result = {"configuration": xxhash.xxh3_64_hexdigest(text.encode())}
     if spec.weights is not None:
         digest = xxhash.xxh3_64()
@@ -308,9 +325,9 @@ def count_parameters(spec: ModelSpec) -> int:
 
 
 def weight_source(spec: ModelSpec, *, seed: int, device: torch.device) -> WeightSource:
-    """Return the spec's safetensors, or seeded random weights."""
+    """Return the spec's safetensors, FP8 dequantized on `device`, or seeded random weights."""
     if spec.weights is not None:
-        return SafetensorsSource(spec.weights)
+        return SafetensorsSource(spec.weights, spec.quantization, device)
     return RandomSource(
         parameter_shapes(on_meta(spec)), seed=seed, std=spec.config.initializer_range, device=device
     )

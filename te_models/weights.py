@@ -20,6 +20,8 @@ from fp8_suite.core.errors import UserError, bad_setting, first_line
 from fp8_suite.core.readers import parse_json
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.lora.adapters import base_parameters
+from fp8_suite.te_models.quantized.methods import Quantization
+from fp8_suite.te_models.quantized.reader import QuantizedReader, QuantizedRows
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -110,6 +112,7 @@ class WeightSource(ABC):
     """Weights by Hugging Face name; `name` identifies the source in errors."""
 
     name = "random weights"
+    fp8: Collection[str] = ()  # weights stored in FP8, which `rows` dequantizes to FP32
     _shapes: dict[str, torch.Size]
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -161,7 +164,7 @@ class RandomSource(WeightSource):
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-QUANTIZED = ("I8", "F8_E4M3", "F8_E5M2")  # safetensors' dtypes of weights that cannot be trained
+QUANTIZED = ("I8", "F8_E4M3", "F8_E5M2")  # safetensors' dtypes of weights that need scales
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -184,10 +187,18 @@ def unreadable(path: Path, error: Exception) -> UserError:
 
 
 class SafetensorsSource(WeightSource):
-    """Tensors of a folder's `*.safetensors`; reads only the requested rows."""
+    """Tensors of a folder's `*.safetensors`; reads only the requested rows.
 
-    def __init__(self, folder: Path):
-        self.name, self._slices = str(folder), {}
+    With `quantization`, scales are hidden, and FP8 tensors are multiplied by them in FP32 on `device`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        quantization: Quantization | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ):
+        self.name, self._slices, self._device = str(folder), {}, device
         if not (files := weight_files(folder)):
             raise bad_setting(
                 f"no {SINGLE} or {INDEX} there; give a folder with safetensors weights, or --init random",
@@ -199,16 +210,29 @@ class SafetensorsSource(WeightSource):
             except (OSError, SafetensorError) as error:
                 raise unreadable(path, error) from None
             self._slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        hidden: Collection[str] = ()
+        if quantization:
+            self.reader = QuantizedReader(self.name, self._slices, quantization)
+            self.fp8, hidden = self.reader.blocks, self.reader.hidden
         for key, part in self._slices.items():
-            if (dtype := part.get_dtype()) in QUANTIZED:
-                reason = f"{key} is {dtype}, and quantized weights cannot be trained; give the original model"
-                raise bad_setting(reason, model_name=folder)
+            if not quantization and (dtype := part.get_dtype()) in QUANTIZED:
+                reason = f"{key} is {dtype}, and its config.json has no quantization_config"
+                raise bad_setting(f"{reason}; give the original model", model_name=folder)
         # Old checkpoints contain the RoPE table, which is computed from the configuration.
-        self._slices = {k: v for k, v in self._slices.items() if not k.endswith("rotary_emb.inv_freq")}
-        self._shapes = {key: torch.Size(part.get_shape()) for key, part in self._slices.items()}
+        self._shapes = {
+            key: torch.Size(part.get_shape())
+            for key, part in self._slices.items()
+            if not key.endswith("rotary_emb.inv_freq") and key not in hidden
+        }
 
     def rows(self, key: str, start: int, stop: int) -> Tensor:
+        if key in self.fp8:
+            return self.reader.read(key, start, stop, self._device).dequantize()
         return self._slices[key][start:stop]
+
+    def quantized(self, key: str) -> QuantizedRows:
+        """Return a weight in `fp8` as stored, with its scales."""
+        return self.reader.read(key, 0, self._shapes[key][0], self._device)
 
 
 # Loading by row numbers.
@@ -229,8 +253,20 @@ def _number_rows(shapes: Mapping[str, torch.Size]) -> tuple[dict[str, Tensor], d
     return numbered, dict(enumerate(shapes))
 
 
-def _fill(parameter: Tensor, numbers: Tensor, owners: dict[int, str], source: WeightSource) -> None:
-    """Copy the rows with these numbers [rows] to `parameter`; for a DTensor, only this rank's shard."""
+Split = Callable[[Tensor], tuple[Tensor, Tensor]]  # as `optim.adamw.split_master`
+
+
+def _fill(
+    parameter: Tensor,
+    numbers: Tensor,
+    owners: dict[int, str],
+    source: WeightSource,
+    split: Split | None = None,
+) -> None:
+    """Copy the rows with these numbers [rows] to `parameter`; for a DTensor, only this rank's shard.
+
+    With `split`, FP8 weights also become `parameter.low_half`, the low half of its master.
+    """
     assert len(numbers) == len(parameter), "shapes differ; call `require` first"
     target = parameter
     if isinstance(parameter, DTensor):
@@ -244,8 +280,14 @@ def _fill(parameter: Tensor, numbers: Tensor, owners: dict[int, str], source: We
         if not len(run):
             continue  # this rank holds no rows
         first, rows = int(run[0]), len(run)
-        begin = first & ((1 << ROW_BITS) - 1)
-        target[done : done + rows].copy_(source.rows(owners[first >> ROW_BITS], begin, begin + rows))
+        begin, key = first & ((1 << ROW_BITS) - 1), owners[first >> ROW_BITS]
+        values = source.rows(key, begin, begin + rows)
+        if split and parameter.requires_grad and key in source.fp8:
+            values, low = split(values)
+            if not hasattr(parameter, "low_half"):
+                parameter.low_half = torch.zeros(target.shape, dtype=torch.int16, device=target.device)
+            parameter.low_half[done : done + rows].copy_(low)
+        target[done : done + rows].copy_(values)
         done += rows
 
 
@@ -261,16 +303,16 @@ def _first_row(parameter: DTensor) -> int:
 
 
 @torch.no_grad()
-def fill_named(parameters: Mapping[str, Tensor], source: WeightSource) -> None:
-    """Fill parameters or their shards from the weights of the same names."""
+def fill_named(parameters: Mapping[str, Tensor], source: WeightSource, split: Split | None = None) -> None:
+    """Fill parameters or their shards from the weights of the same names; `split` as in `_fill`."""
     for key, parameter in parameters.items():
         numbered, owners = _number_rows({key: source.shapes()[key]})
-        _fill(parameter, numbered[key], owners, source)
+        _fill(parameter, numbered[key], owners, source, split)
 
 
 @torch.no_grad()
-def load_te(model: nn.Module, source: WeightSource) -> None:
-    """Fill a TECausalLM from Hugging Face tensors, cast to the parameters' dtype; see `require`.
+def load_te(model: nn.Module, source: WeightSource, split: Split | None = None) -> None:
+    """Fill a TECausalLM from Hugging Face tensors, cast to the parameters' dtype; see `require` and `_fill`.
 
     Each rank of a sharded model reads only the rows of its own shards.
     """
@@ -282,12 +324,12 @@ def load_te(model: nn.Module, source: WeightSource) -> None:
         )
         layout = layer_to_te({key.removeprefix(prefix): rows for key, rows in numbered.items()}, model.config)
         for name, parameter in base_parameters(layer).items():
-            _fill(parameter, layout.pop(name), owners, source)
+            _fill(parameter, layout.pop(name), owners, source, split)
         assert not layout, layout.keys()
     rest = {EMBEDDING: model.embed_tokens.weight, FINAL_NORM: model.norm.weight}
     if not model.tied:
         rest[LM_HEAD] = model.lm_head.weight
-    fill_named(rest, source)
+    fill_named(rest, source, split)
 
 
 @torch.no_grad()

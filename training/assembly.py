@@ -16,6 +16,7 @@ from fp8_suite.te_models.options import BuildOptions, NativeOptions
 from fp8_suite.training.config import Config
 from fp8_suite.training.estimate.sizes import compiles_layers
 from fp8_suite.training.optim import optimizer as optim
+from fp8_suite.training.optim.adamw import split_master
 from fp8_suite.training.precision import precision_map, torchao_fp8
 from fp8_suite.training.precision.fp8_stats import Fp8Stats
 from fp8_suite.training.precision.recipes import Precision, build_autocast
@@ -50,6 +51,7 @@ def assemble(prepared: PreparedRun) -> Assembly:
     precision_map.apply(model, precision)
     fp8_stats.attach(model)
     strategy.reshard(model)  # the packing check ran forward passes, which left weights gathered
+    low_halves = optim.take_low_halves(model, offload=setup.optimizer.offload)
     parameters = sum(parameter.numel() for parameter in model.parameters())
 
     unquantized = {}  # BF16 shards, from which the optimizer's masters start
@@ -58,6 +60,7 @@ def assemble(prepared: PreparedRun) -> Assembly:
     optimizer = optim.build_optimizer(model, cfg.optim, setup.optimizer)
     optim.set_weights(optimizer, model, unquantized)
     unquantized.clear()
+    optim.set_low_halves(optimizer, model, low_halves)
     if setup.gathers_fp8 and torchao:
         torchao_fp8.refresh_scales_after_steps(model, optimizer)
     if prepared.total_steps and not strategy.owns_masters:
@@ -74,6 +77,8 @@ def _build_model(prepared: PreparedRun, dtypes: dict[str, torch.dtype]) -> nn.Mo
     cfg, precision, strategy = prepared.cfg, prepared.resolved.precision, prepared.strategy
     setup = prepared.sizing.chosen
     torchao = precision.effective in TORCHAO_RECIPES
+    splits = setup.optimizer.kind == "fused_adamw" and setup.optimizer.master_weights
+    splits = splits and prepared.resume is None and prepared.total_steps > 0
     options = BuildOptions(
         te_backend=precision.te_backend,
         dtype=dtypes["parameter_dtype"],
@@ -81,6 +86,7 @@ def _build_model(prepared: PreparedRun, dtypes: dict[str, torch.dtype]) -> nn.Mo
         seed=cfg.optim.seed,
         load_weights=prepared.resume is None or strategy.owns_masters or cfg.lora.enabled,
         lora=cfg.lora,
+        split_master=split_master if splits else None,
         compute_dtype=dtypes["compute_dtype"],
         fp8_lm_head=cfg.precision.fp8_lm_head,
         packed=cfg.data.packing,

@@ -77,6 +77,7 @@ def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> 
     losses = ranks.run_on_rank0(lambda: train_losses(prepared.folder))
     return {
         "model_name": cfg.model.model_name,
+        "dequantized_weights": prepared.resolved.model.dequantized,
         "mixed_precision": cfg.precision.mixed_precision,
         "use_te": cfg.model.use_te,
         **prepared.resolved.precision.as_dict(),

@@ -148,6 +148,7 @@ def open_environment(prepared: PreparedRun, loaders: Loaders, *, takes_steps: bo
     environment = {
         **describe_environment(),
         **prepared.resolved.precision.as_dict(),
+        "dequantized_weights": prepared.resolved.model.dequantized,
         "optimizer": prepared.sizing.chosen.optimizer.describe(),
         "sharding_mode": strategy.mode,
         "fit": prepared.sizing.describe(),

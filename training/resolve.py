@@ -50,6 +50,9 @@ def resolve(cfg: Config) -> Resolved:
         count, names = counted(len(unused), "tensor"), ", ".join(unused[:3]) + ", ..." * (len(unused) > 3)
         reason = f"left out {count} of its files, which the model does not have"
         print_rank0(f"WARNING: --model_name {spec.name}: {reason}: {names}")
+    if spec.dequantized:
+        tensors, form = counted(spec.dequantized["tensors"], "FP8 tensor"), spec.dequantized["form"]
+        print_rank0(f"dequantizes {tensors} of {spec.name} ({form}; scales: {spec.dequantized['scales']})")
     for reason in filter(None, [precision.fallback_reason, *precision.map_fallbacks.values()]):
         rule = "!" * 100
         print_rank0(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {FALLBACK_RECIPE} scaling\n{rule}")

@@ -17,9 +17,9 @@ ROW: Block = (1, None)
 SQUARE: Block = (128, 128)  # DeepSeek's and Qwen3's
 
 
-def scale_grid(shape: Sequence[int], block: Block) -> tuple[int, ...]:
+def scale_grid(shape: Sequence[int], block: Block) -> list[int]:
     """Return the shape of the scales of a weight with this shape."""
-    return tuple(1 if size is None else -(-length // size) for length, size in zip(shape, block, strict=True))
+    return [1 if size is None else -(-length // size) for length, size in zip(shape, block, strict=True)]
 
 
 def describe_block(block: Block) -> str:

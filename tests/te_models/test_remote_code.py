@@ -99,12 +99,6 @@ def test_own_code_under_a_known_model_type_computes_the_loss(tmp_path):
     torch.testing.assert_close(model(ids, labels).loss, capped)
 
 
-def test_quantized_weights_are_refused(folder):
-    change_config(Path(folder), quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    with pytest.raises(UserError, match=r"quantized weights .* \(quant_method fp8\).*original"):
-        find_model(folder, init="auto", use_te=False, trust_remote_code=True)
-
-
 @pytest.mark.parametrize(
     ("extra", "streamed"), [("model.rotary_emb.inv_freq", True), ("model.layers.0.scale", False)]
 )

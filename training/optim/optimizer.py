@@ -200,6 +200,21 @@ def set_weights(optimizer: torch.optim.Optimizer, model: nn.Module, shards: dict
         local(weight_of(optimizer, model.get_parameter(name))).copy_(shard)
 
 
+def take_low_halves(model: nn.Module, *, offload: bool) -> dict[str, Tensor]:
+    """Remove from parameters the `low_half` that loading left there; return them by name."""
+    parameters = dict(model.named_parameters())
+    low_halves = {name: vars(p).pop("low_half") for name, p in parameters.items() if hasattr(p, "low_half")}
+    return {name: low.cpu() if offload else low for name, low in low_halves.items()}
+
+
+@torch.no_grad()
+def set_low_halves(optimizer: torch.optim.Optimizer, model: nn.Module, low_halves: dict[str, Tensor]) -> None:
+    """Initialize the low halves of masters, this rank's shards by name, and empty `low_halves`."""
+    for name in list(low_halves):
+        state = state_of(optimizer, model.get_parameter(name))
+        local(state["master_param"]).copy_(low_halves.pop(name))
+
+
 def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
     """Return the number of applied steps, for Adam's bias correction."""
     if isinstance(optimizer, torch.optim.AdamW):  # counts per parameter

@@ -1,0 +1,265 @@
+"""Models that start from FP8 weights: as transformers reads them to the last bit, or refused in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fp8_suite.core.errors import UserError
+from fp8_suite.te_models.build import build_model, export_tensors
+from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.te_models.spec import find_model, weight_source
+from fp8_suite.training.optim.adamw import MasterAdamW, merge_master, split_master
+from fp8_suite.training.optim.optimizer import set_low_halves, state_of, take_low_halves
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
+
+from tests.children import preload, run_ranks
+from tests.fp8_checkpoints import STATIC, compressed, fine_grained, modelopt, save_fp8, write
+
+preload(__name__)
+CPU = torch.device("cpu")
+OPTIONS = {"device": CPU, "packed": False, "max_positions": 64}
+E8M0 = torch.float8_e8m0fnu
+FORMS = {
+    **{f"block-{str(dtype)[6:]}": (fine_grained(), dtype) for dtype in (torch.float32, torch.float16, E8M0)},
+    "block-64x128-bfloat16": (fine_grained((64, 128)), torch.bfloat16),
+    "fp8-tensor": (fine_grained(None), torch.float32),
+    "channel": (compressed("channel"), torch.bfloat16),
+    "channel-float32": (compressed("channel"), torch.float32),
+    "tensor-static": (compressed("tensor", inputs=STATIC), torch.float32),
+    "compressed-block": (compressed("block"), torch.bfloat16),
+    "modelopt": (modelopt(), torch.float32),
+}
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def options(use_te: bool, dtype: torch.dtype = torch.float32, **changes) -> BuildOptions:
+    return BuildOptions(te_backend="emulated" if use_te else None, dtype=dtype, **OPTIONS | changes)
+
+
+def find(folder: Path, use_te: bool = False):
+    return find_model(str(folder), init="auto", use_te=use_te)
+
+
+def read_by_library(folder: Path, fields: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Weights as transformers reads them on a CPU; it has no reader of ModelOpt's form."""
+    if fields["quant_method"] == "modelopt":
+        tensors = load_file(folder / "model.safetensors")
+        scaled = {key: tensors[f"{key}_scale"].float() for key in tensors if f"{key}_scale" in tensors}
+        values = {key: tensor.float() * scaled.get(key, 1.0) for key, tensor in tensors.items()}
+        return {key: value.to(dtype) for key, value in values.items() if "scale" not in key}
+    reading = FineGrainedFP8Config if fields["quant_method"] == "fp8" else CompressedTensorsConfig
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, quantization_config=reading(dequantize=True)
+    )
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if "scale" not in name}
+
+
+def assert_same(tensors, expected: dict[str, torch.Tensor]) -> None:
+    tensors = dict(tensors)
+    assert tensors.keys() == expected.keys()
+    different = [name for name in tensors if not torch.equal(tensors[name].detach(), expected[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_both_layers_start_from_transformers_reading(form, tmp_path):
+    fields, scale = FORMS[form]
+    if fields["quant_method"] == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+    model = "tiny-qwen3" if "block" in form else "tiny-llama"
+    save_fp8(tmp_path, fields, model=model, scale=scale, files=1 + ("block" in form))
+    expected = read_by_library(tmp_path, fields, torch.float32)
+    for use_te in (True, False):
+        spec = find(tmp_path, use_te)
+        assert not hasattr(spec.config, "quantization_config") and not spec.unused
+        assert spec.dequantized["tensors"] == 21 and spec.dequantized["form"] == fields["quant_method"]
+        assert_same(export_tensors(build_model(spec, options(use_te))), expected)
+        in_bf16 = {name: tensor.bfloat16() for name, tensor in expected.items()}
+        assert_same(export_tensors(build_model(spec, options(use_te, torch.bfloat16))), in_bf16)
+
+
+# Neither sizes nor block are multiples of the other; transformers would take the blocks for smaller ones.
+RAGGED = {"hidden_size": 200, "intermediate_size": 328, "num_hidden_layers": 2}
+
+
+def test_blocks_at_the_edges_are_smaller(tmp_path):
+    reader = pytest.importorskip("compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer")
+    for block in ((128, 128), (96, 48)):
+        tensors = save_fp8(tmp_path, fine_grained(block), scale=torch.bfloat16, **RAGGED)
+        targets = [name.removesuffix(".weight") for name in tensors if f"{name}_scale_inv" in tensors]
+        convert = reader.FP8BlockDequantizer(
+            targets=targets, weight_block_size=block, dtype=torch.float32
+        ).process
+        expected = {name: tensor.float() for name, tensor in convert(dict(tensors)).items()}
+        for use_te in (True, False):
+            assert_same(export_tensors(build_model(find(tmp_path, use_te), options(use_te))), expected)
+        source = weight_source(find(tmp_path), seed=0, device=CPU)
+        for start, stop in ((0, 1), (95, 130), (130, 131), (7, 7), (255, 256)):
+            assert torch.equal(source.rows(Q_PROJ, start, stop), expected[Q_PROJ][start:stop])
+
+
+def test_e8m0_scales_may_be_stored_as_bytes(tmp_path):
+    tensors = save_fp8(tmp_path, fine_grained(), scale=E8M0)
+    expected = weight_source(find(tmp_path), seed=0, device=CPU).get(Q_PROJ)
+    write(tmp_path, {n: t.view(torch.uint8) if t.dtype == E8M0 else t for n, t in tensors.items()})
+    assert torch.equal(weight_source(find(tmp_path), seed=0, device=CPU).get(Q_PROJ), expected)
+
+
+def test_a_source_returns_stored_values_and_scales_too(tmp_path):
+    tensors = save_fp8(tmp_path, fine_grained(), scale=torch.bfloat16)
+    source = weight_source(find(tmp_path), seed=0, device=CPU)
+    stored = source.quantized(Q_PROJ)
+    assert torch.equal(stored.values.view(torch.uint8), tensors[Q_PROJ].view(torch.uint8))
+    assert torch.equal(stored.scales, tensors[f"{Q_PROJ}_scale_inv"].float()) and stored.block == (128, 128)
+    assert torch.equal(stored.dequantize(), source.get(Q_PROJ))
+    assert "model.norm.weight" not in source.fp8
+
+
+def adamw(model: torch.nn.Module) -> MasterAdamW:
+    """Build the optimizer of a GPU with the masters that loading has left."""
+    low_halves = take_low_halves(model, offload=False)
+    settings = {"lr": 0.1, "betas": (0.9, 0.9), "eps": 1e-8, "moment_dtypes": ("fp32", "fp32")}
+    optimizer = MasterAdamW([{"params": list(model.parameters())}], **settings, master_weights=True)
+    set_low_halves(optimizer, model, low_halves)
+    assert not low_halves
+    return optimizer
+
+
+def test_masters_of_bf16_weights_are_exact(tmp_path):
+    """BF16 holds 8 bits of a product of 4 and 24 bits; the masters' low halves hold the others."""
+    save_fp8(tmp_path, fine_grained())
+    expected = read_by_library(tmp_path, fine_grained(), torch.float32)
+    for use_te in (True, False):
+        model = build_model(
+            find(tmp_path, use_te), options(use_te, torch.bfloat16, split_master=split_master)
+        )
+        optimizer = adamw(model)
+
+        def masters(parameters, optimizer=optimizer):
+            return [merge_master(p, state_of(optimizer, p)["master_param"]) for p in parameters]
+
+        assert_same(export_tensors(model, masters), expected)
+
+
+def test_experts_are_dequantized_before_transformers_merges_them(tmp_path):
+    sizes = {"num_local_experts": 4, "model_type": "mixtral"}
+    save_fp8(tmp_path, fine_grained(), scale=torch.bfloat16, **sizes)
+    expected = read_by_library(tmp_path, fine_grained(), torch.float32)
+    model = build_model(find(tmp_path), options(use_te=False))
+    assert_same(export_tensors(model), expected)
+    assert "model.layers.0.mlp.experts.down_proj" in expected
+
+
+def load_shards(rank: int, folder: Path, checkpoint: Path) -> None:
+    expected = dict(export_tensors(build_model(find(checkpoint), options(use_te=False))))
+    mesh = init_device_mesh("cpu", (2,))
+
+    def shard(model: torch.nn.Module) -> None:
+        for block in (*model.blocks, model):
+            fully_shard(block, mesh=mesh)
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.full_tensor()
+
+    for use_te in (True, False):
+        build = options(use_te, torch.bfloat16, shard=shard, split_master=split_master)
+        model = build_model(find(checkpoint, use_te), build)
+        for block in (*model.blocks, model):
+            block.reshard()
+        optimizer = adamw(model)
+
+        def masters(parameters, optimizer=optimizer):
+            lows = [state_of(optimizer, p)["master_param"].int() for p in parameters]  # gloo has no int16
+            pairs = zip(map(whole, parameters), map(whole, lows), strict=True)
+            return [merge_master(parameter, low.short()) for parameter, low in pairs]
+
+        assert_same(export_tensors(model, masters), expected)
+
+
+def test_ranks_read_the_scales_of_their_rows(tmp_path):
+    """Shards of 41 and 164 rows begin within blocks of 96 rows."""
+    save_fp8(tmp_path / "model", fine_grained((96, 48)), scale=torch.bfloat16, **RAGGED)
+    run_ranks(load_shards, tmp_path, tmp_path / "model")
+
+
+def test_modelopt_form_is_known_by_its_own_file(tmp_path):
+    save_fp8(tmp_path, modelopt())
+    expected = weight_source(find(tmp_path), seed=0, device=CPU).get(Q_PROJ)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"is F8_E4M3, and its config\.json has no quantization_config"):
+        find(tmp_path)
+    producer = {"name": "modelopt", "version": "0.40"}
+    fields = {"producer": producer, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(fields))
+    assert torch.equal(weight_source(find(tmp_path), seed=0, device=CPU).get(Q_PROJ), expected)
+
+
+SCALE = f"{Q_PROJ}_scale_inv"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        (SCALE, None, rf"{Q_PROJ} is FP8, but its scales .* are missing"),
+        (SCALE, torch.ones(2, 3), rf"{SCALE} has shape \[2, 3\], and .* \[256, 256\] needs \[2, 2\]"),
+        (SCALE, torch.ones(4), rf"{SCALE} has shape \[4\]"),
+        (SCALE, torch.ones(2, 2, dtype=torch.float64), f"{SCALE} is F64"),
+        *(
+            (SCALE, torch.tensor([[1.0, 1.0], [value, 1.0]]), f"{SCALE} contains {value}")
+            for value in (0.0, -1.0, float("inf"), float("nan"))
+        ),
+        (Q_PROJ, torch.ones(256, 256), f"{Q_PROJ} is F32"),
+        (Q_PROJ, torch.ones(256, 256).to(torch.float8_e5m2), f"{Q_PROJ} is F8_E5M2"),
+        (Q_PROJ, torch.ones(256, 256).to(torch.int8), f"{Q_PROJ} is I8"),
+    ],
+)
+def test_a_tensor_that_cannot_be_dequantized_is_named(name, tensor, message, tmp_path):
+    tensors = save_fp8(tmp_path, fine_grained())
+    tensors.pop(name)
+    write(tmp_path, tensors | ({} if tensor is None else {name: tensor}))
+    for use_te in (True, False):
+        with pytest.raises(
+            UserError, match=f"^--model_name {tmp_path}: {message}.*; give the original model$"
+        ):
+            find(tmp_path, use_te)
+
+
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "method"),
+    [
+        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}, r"bitsandbytes \(nf4\)"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"load_in_4bit": True}, "an unknown method"),
+        (modelopt("NVFP4"), "modelopt NVFP4"),
+        (fine_grained() | {"weight_block_size": [128]}, r"fp8 with weight_block_size \[128\]"),
+        (fine_grained() | {"weight_block_size": [0, 128]}, "fp8 with weight_block_size"),
+        (compressed("group"), "compressed-tensors: float of 8 bits, strategy group"),
+        (compressed("channel") | {"format": "pack-quantized"}, ".* format pack-quantized"),
+        (compressed("channel") | {"config_groups": {"g": {"weights": INT8}}}, ".* int of 8 bits"),
+        (
+            compressed("channel") | {"config_groups": ["FP8"]},
+            "compressed-tensors, whose fields cannot be read",
+        ),
+        (compressed("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, ".* sparse"),
+    ],
+)
+def test_other_quantized_weights_are_refused_by_their_method(fields, method, tmp_path):
+    save_fp8(tmp_path, modelopt())
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": fields}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        UserError, match=f"its weights are quantized by {method}.*; give the original"
+    ) as error:
+        find(tmp_path)
+    assert error.value.flags == {"model_name"}

@@ -1,0 +1,58 @@
+"""Whole runs that start from FP8 weights."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from fp8_suite.core.errors import EXIT_BAD_SETTING
+from fp8_suite.training.run import main
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.fp8_checkpoints import compressed, fine_grained, save_fp8, write
+from tests.training.parallel.jobs import SMALL, curve
+
+CPU = torch.device("cpu")
+
+
+def train(folder: Path, model: Path, flags: str, *, code: int = 0) -> Path:
+    argv = [*shlex.split(SMALL), "--output_dir", str(folder), "--model_name", str(model)]
+    argv += shlex.split(f"--tokenizer_name demo --max_steps 3 --no_save_checkpoints {flags}")
+    assert main(argv, description="test", start=lambda cfg: CPU) == code
+    return folder
+
+
+LAYERS = "--use_te --te_backend emulated --mixed_precision fp8 --fp8_scenario current", "--no_use_te"
+
+
+@pytest.mark.parametrize("layers", LAYERS, ids=["te", "hf"])
+def test_a_run_from_fp8_equals_one_from_the_dequantized_weights(layers, tmp_path, capsys):
+    model, plain = tmp_path / "fp8", tmp_path / "plain"
+    save_fp8(model, fine_grained(), scale=torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)  # dequantized on a CPU
+    loaded.config.save_pretrained(plain)
+    save_file(
+        {name: p.detach().clone() for name, p in loaded.named_parameters()}, plain / "model.safetensors"
+    )
+    runs = [train(tmp_path / f"run-{path.name}", path, layers) for path in (model, plain)]
+    assert "dequantizes 21 FP8 tensors" in capsys.readouterr().out
+    assert curve(runs[0]) == curve(runs[1]) and len(curve(runs[0])) == 3
+    expected = {"form": "fp8", "scales": "BF16 per block of 128 x 128", "tensors": 21}
+    for file in ("env.json", "summary.json"):
+        records = [json.loads((run / file).read_text())["dequantized_weights"] for run in runs]
+        assert records == [expected, None]
+    exports = [load_file(run / "export" / "model.safetensors") for run in runs]
+    assert all(torch.equal(exports[0][name], exports[1][name]) for name in exports[1])
+    assert "quantization_config" not in json.loads((runs[0] / "export" / "config.json").read_text())
+
+
+def test_a_bad_scale_stops_the_run_before_anything_is_written(tmp_path, capsys):
+    tensors = save_fp8(tmp_path / "fp8", compressed("channel"))
+    name = "model.layers.2.mlp.up_proj.weight_scale"
+    tensors[name][7] = float("nan")
+    write(tmp_path / "fp8", tensors)
+    folder = train(tmp_path / "run", tmp_path / "fp8", "--no_use_te", code=EXIT_BAD_SETTING)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert name in line and not folder.exists()
