@@ -23,10 +23,12 @@ from fp8_suite.te_models.presets import LOCAL_PRESETS
 from fp8_suite.te_models.spec import with_special_tokens
 from fp8_suite.training.checkpoint.resume import (
     ResumePoint,
+    check_base,
     check_resume,
     count_resumed_steps,
     count_steps,
     find_resume_point,
+    frozen_base,
     is_finished,
 )
 from fp8_suite.training.checkpoint.run_folder import (
@@ -49,7 +51,6 @@ from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.strategies import Strategy
 from fp8_suite.training.parallel.watchdog import DATA_SECONDS, Watchdog
 from fp8_suite.training.precision import fp8_stats, precision_map
-from fp8_suite.training.precision.recipes import Precision
 from fp8_suite.training.resolve import Resolved, resolve
 from fp8_suite.training.tracking import profiling
 
@@ -100,7 +101,7 @@ def prepare(
     with discarded_if_refused(folder, is_new=is_new):
         check_shared(folder)
         resume = watchdog.run_on_rank0(
-            "looking for a checkpoint", lambda: _find_checkpoint(cfg, resolved.precision, folder, checkpoints)
+            "looking for a checkpoint", lambda: _find_checkpoint(cfg, resolved, folder, checkpoints)
         )
         starts = cfg.optim.max_steps != 0 and not (resume and resume.same_run)
         size = checkpoint_bytes(sizing.chosen) if starts and cfg.checkpoint.save_checkpoints else 0.0
@@ -177,7 +178,7 @@ def _open_folder(cfg: Config, resolved: Resolved, cleanup: ExitStack) -> tuple[P
 
 
 def _find_checkpoint(
-    cfg: Config, precision: Precision, folder: Path, checkpoints: Checkpoints
+    cfg: Config, resolved: Resolved, folder: Path, checkpoints: Checkpoints
 ) -> ResumePoint | None:
     """Return the checkpoint to resume from, if any. UserError if it does not fit. Call on rank 0."""
     point, notice = find_resume_point(cfg.checkpoint.resume, checkpoints)
@@ -191,9 +192,10 @@ def _find_checkpoint(
             output_dir=folder,
         )
     if point:
-        precision_map.check_resume(point.meta, precision)
-        if notice := check_resume(point, cfg, precision.effective, ranks.world_size()):
+        precision_map.check_resume(point.meta, resolved.precision)
+        if notice := check_resume(point, cfg, resolved.precision.effective, ranks.world_size()):
             print_rank0(notice)
+        check_base(point, frozen_base(cfg, resolved.model))
     return point
 
 

@@ -7,7 +7,7 @@ import math
 from fp8_suite.data.build import Loaders
 from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.progress import Progress
-from fp8_suite.training.checkpoint.resume import eval_losses, forget_evaluations, roll_back
+from fp8_suite.training.checkpoint.resume import eval_losses, forget_evaluations, frozen_base, roll_back
 from fp8_suite.training.checkpoint.state import RunState, restore_run
 from fp8_suite.training.config import all_settings, changed_settings
 from fp8_suite.training.parallel import ranks
@@ -28,6 +28,7 @@ def restore(prepared: PreparedRun, loaders: Loaders, assembly: Assembly) -> tupl
         progress=Progress(),
         total_steps=prepared.total_steps,
         evaluation=loaders.eval_fingerprint,
+        base=frozen_base(prepared.cfg, prepared.resolved.model),
     )
     saved, evaluated = {}, False
     if prepared.resume:

@@ -19,6 +19,7 @@ from typing import Any
 
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.readers import read_record
+from fp8_suite.te_models.spec import ModelSpec, digests
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.index import Index, step_of
 from fp8_suite.training.checkpoint.manifest import MANIFEST, read_manifest
@@ -158,6 +159,22 @@ def forget_evaluations(checkpoints: Checkpoints) -> None:
 
 
 # Settings
+
+
+def frozen_base(cfg: Config, model: ModelSpec) -> dict[str, str] | None:
+    """Return the identity of frozen weights, which checkpoints do not hold; None if all weights train."""
+    if not cfg.lora.enabled:
+        return None
+    weights = digests(model).get("weights") or f"random, seed {cfg.optim.seed}"
+    return {"model_name": model.name, "weights": weights}
+
+
+def check_base(point: ResumePoint, base: dict[str, str] | None) -> None:
+    """UserError if adapters of the checkpoint were trained on other frozen weights."""
+    if (saved := point.meta.get("base")) != base and saved and base:
+        reason = f"its adapters were trained on other weights of {saved['model_name']}"
+        way_out = "restore that revision, or start a new run"
+        raise bad_setting(f"{reason}; {way_out}", resume=point.path, model_name=base["model_name"])
 
 
 def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) -> str:

@@ -39,6 +39,7 @@ class RunState:
     progress: Progress
     total_steps: int
     evaluation: Any  # fingerprint of the evaluation samples (JSON), or None
+    base: dict[str, str] | None = None  # identity of frozen weights, which checkpoints do not hold
 
 
 def saved_state(run: RunState, scaling: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -54,6 +55,7 @@ def saved_state(run: RunState, scaling: dict[str, Tensor]) -> tuple[dict[str, Te
         "total_steps": run.total_steps,
         "loader": run.loader.state_dict(),
         "evaluation": run.evaluation,
+        "base": run.base,
         "optimizer_steps": optim.optimizer_steps(run.optimizer),
         "world_size": run.strategy.world_size,
     }
@@ -169,10 +171,10 @@ def weights_and_optimizer(
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
     """Return (tensors in the checkpoint layout, function to call after loading them).
 
-    The layout is the same in every sharding mode. FP32 weights are split into BF16 weights and 16-bit
-    remainders, unless the run computes in FP32. Tensors that the model stores in this form are live
-    references; the function copies the others back. `weights_only` allocates no optimizer state, except for
-    DeepSpeed, whose masters are loaded in any case.
+    The layout is the same in every sharding mode, without frozen weights. FP32 weights are split into BF16
+    weights and 16-bit remainders, unless the run computes in FP32. Tensors that the model stores in this form
+    are live references; the function copies the others back. `weights_only` allocates no optimizer state,
+    except for DeepSpeed, whose masters are loaded in any case.
     """
     strategy.reshard(model)
     if strategy.owns_masters:

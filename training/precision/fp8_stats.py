@@ -26,6 +26,7 @@ import torch
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.te_models.backend import Backend
 from fp8_suite.te_models.emulation.casts import Quantized
+from fp8_suite.te_models.lora.adapters import LayerNormMLP
 from fp8_suite.training.config import Config
 from fp8_suite.training.precision.fp8_counts import Stats, Tally
 from fp8_suite.training.precision.fp8_inspect import INSTALL, inspecting, watch_native
@@ -33,6 +34,7 @@ from fp8_suite.training.precision.precision_map import TE_GEMMS
 from fp8_suite.training.precision.recipes import Precision
 from torch import Tensor, nn
 
+MLP_GEMMS = ("layernorm_mlp.fc1", "layernorm_mlp.fc2")  # modules under LoRA, TE's names in a fused MLP
 EMULATED_TENSORS = {"input": "activation", "weight": "weight", "grad": "gradient"}
 
 
@@ -138,7 +140,8 @@ class Fp8Stats:
     def attach(self, model: nn.Module) -> None:
         """Find the modules to watch. Call once."""
         for name, module in model.named_modules():
-            is_te_gemm = name.partition(".")[2].partition(".")[2] in TE_GEMMS  # after layers.N
+            gemm = name.partition(".")[2].partition(".")[2]  # after layers.N
+            is_te_gemm = gemm in MLP_GEMMS or (gemm in TE_GEMMS and not isinstance(module, LayerNormMLP))
             if is_te_gemm if self._backend else hasattr(module, "fp8_recipe"):
                 self._modules[name] = module
                 if self._interval and self._backend == "native":
