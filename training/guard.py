@@ -54,7 +54,7 @@ class StepGuard:
             applied, stop_requested, save_due, norm = result.read_flags()
             stop, save = stop or stop_requested > 0, save or save_due > 0
             if applied:
-                self.progress.skipped_in_a_row = 0
+                self.progress.skipped_in_a_row = self.progress.overflows_in_a_row = 0
                 self._warn_of_spike(step, norm)
             else:
                 self._skip(step, result)
@@ -79,9 +79,10 @@ class StepGuard:
         scale = MINIMUM_SCALE if result.loss_scale is None else result.loss_scale.item()
         if math.isfinite(loss) and not math.isfinite(norm) and scale > MINIMUM_SCALE:
             progress.overflow_steps += 1
+            progress.overflows_in_a_row += 1
             self.warn(
-                f"step {step} skipped: a gradient overflows in FP16 at loss scale {scale:,.0f}, which is "
-                f"halved ({progress.overflow_steps} of {progress.skipped_steps} skipped so far)"
+                f"step {step} skipped: FP16 overflow at loss scale {scale:,.0f}, which is halved "
+                f"({progress.skipped_steps} skipped so far)"
             )
             return
         # Steps without label tokens are skipped too; their loss and norm are finite.
@@ -92,17 +93,18 @@ class StepGuard:
             f"{progress.skipped_steps} skipped so far)"
         )
         none_applied = not finite and progress.skipped_steps == step == self.stack.total_steps
-        if none_applied or progress.skipped_in_a_row >= self.cfg.max_skipped_steps:
-            raise self._too_many_skipped(step, without_labels=finite)
+        failed_in_a_row = progress.skipped_in_a_row - progress.overflows_in_a_row
+        if none_applied or failed_in_a_row >= self.cfg.max_skipped_steps:
+            raise self._too_many_skipped(step, failed_in_a_row, without_labels=finite)
 
-    def _too_many_skipped(self, step: int, *, without_labels: bool) -> NonFinite:
+    def _too_many_skipped(self, step: int, in_a_row: int, *, without_labels: bool) -> NonFinite:
         lack, advice = "finite loss and gradient", f"{RETRY}, or look"
         if without_labels:
             lack, advice = "label tokens", "look"
         elif self.stack.strategy.loss_scale:
             advice = (
-                "values exceed FP16's 65,504 without a loss scale too: use --mixed_precision bf16, or fp32 on "
-                "a GPU without BF16; if that fails too, lower --learning_rate, or look"
+                "values exceed FP16's 65,504 even without a loss scale: use --mixed_precision bf16, or fp32 "
+                "on a GPU without BF16; if that fails too, lower --learning_rate, or look"
             )
         elif self.progress.skipped_steps == step:
             advice = (
@@ -110,7 +112,7 @@ class StepGuard:
                 "--mixed_precision bf16, or look"
             )
         return self._error(
-            f"{self.progress.skipped_in_a_row} steps in a row had no {lack} (--max_skipped_steps "
+            f"{in_a_row} steps in a row had no {lack} (--max_skipped_steps "
             f"{self.cfg.max_skipped_steps}); {advice} at the data near step {step}",
             flags=["max_skipped_steps"],
         )

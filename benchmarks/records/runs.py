@@ -167,7 +167,7 @@ class RunRecord:
 
     @property
     def precision(self) -> str | None:
-        """FP8 recipe, bf16, fp16 or fp32; with --precision_map, all FP8 recipes in use, largest GEMM share first."""
+        """Recipe, bf16, fp16 or fp32; with --precision_map, all recipes in use, largest GEMM share first."""
         recipe = self.value("recipe") or self.value("mixed_precision")
         if not self.config.get("precision_map"):
             return recipe

@@ -59,9 +59,10 @@ class Variant:
 def parse_variants(words: list[str], *, flag: str = "--variants") -> list[Variant]:
     """Parse `bf16,delayed,current+moment_dtype=bf16`; several words form one list.
 
-    Values may contain commas, so a comma separates only where a variant's name follows; `moment_dtype=fp8,fp16`
-    is one value. `bf16` uses TE layers if the list has fp16, a TE recipe or bf16_hf, else Hugging Face layers.
-    UserError for an unknown or duplicate variant, or for a setting that a variant must not change.
+    Values may contain commas, so a comma separates only where a variant's name follows, and
+    `moment_dtype=fp8,fp16` is one value. `bf16` uses TE layers if the list has fp16, a TE recipe or bf16_hf,
+    else Hugging Face layers. UserError for an unknown or duplicate variant, or for a setting that a variant
+    must not change.
     """
     in_moments = r"(?!(?:(?<=moment_dtype=fp8,)|(?<=moment_dtype=\w{4},))fp16(?:[+,]|$))"
     separator = rf",{in_moments}(?=(?:{'|'.join(VARIANTS)})(?:[+,]|$))"
