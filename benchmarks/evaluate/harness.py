@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fp8_suite.benchmarks.evaluate.results import Result
+from fp8_suite.benchmarks.records.evaluation import Result
 from fp8_suite.core.errors import bad_setting, one_line
 from fp8_suite.core.settings import nearest
 

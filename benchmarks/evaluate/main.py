@@ -8,24 +8,24 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks.evaluate.harness import find_tasks
-from fp8_suite.benchmarks.evaluate.results import Result, results_table
 from fp8_suite.benchmarks.evaluate.targets import find_targets
+from fp8_suite.benchmarks.records.evaluation import Result, write_results
 from fp8_suite.benchmarks.records.launch import command_parser, folder_flag, run_command
-from fp8_suite.benchmarks.records.runs import EVALUATION_FILE, read_run
-from fp8_suite.benchmarks.report.tables import markdown
+from fp8_suite.benchmarks.records.runs import read_run
+from fp8_suite.benchmarks.report.tables import Columns, Table, make_table, markdown
 from fp8_suite.core.cli import add_setting
 from fp8_suite.core.errors import bad_setting
-from fp8_suite.core.files import replace_file, to_json
+from fp8_suite.core.files import replace_file
 from fp8_suite.core.redact import redact
 from fp8_suite.training.config import all_settings
 
 PROG = "python -m benchmarks.evaluate"
 MEASURES = ("loss", "exact_match")  # all other tasks are lm-eval's
+FOLDERS = {"output_dir": "folder for table, JSON and answers", "include_path": "lm-eval: folder of tasks"}
 NUMBERS = {
     "batch_size": (1, None, "samples per batch; halved if GPU memory is full (default: by device)"),
     "max_new_tokens": (1, 512, "longest answer (default: 512)"),
@@ -42,13 +42,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     text = "run folder (its exports), folder with runs, exported model, or model of the hub"
     parser.add_argument("models", nargs="+", metavar="RUN|EXPORT|MODEL", help=text)
     text = "loss and exact_match on the data set, or tasks of lm-eval (default: loss,exact_match)"
-    parser.add_argument(
-        "--tasks", type=lambda text: [*filter(None, text.split(","))], metavar="NAME,...", help=text
-    )
-    for name, text in {
-        "output_dir": "folder for table, JSON and answers",
-        "include_path": "lm-eval: folder of tasks",
-    }.items():
+    parser.add_argument("--tasks", type=lambda text: text.split(","), metavar="NAME,...", help=text)
+    for name, text in FOLDERS.items():
         parser.add_argument(f"--{name}", type=folder_flag, metavar="DIR", help=text)
     for name, (_, default, text) in NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
@@ -76,22 +71,21 @@ def evaluate(argv: list[str]) -> int:
 
     results: list[Result] = []
     answers: list[dict[str, Any]] = []
+    by_run: dict[Path, list[Result]] = {}
     for number, target in enumerate(targets, 1):
-        print(f"[{number}/{len(targets)}] {target.label}", flush=True)
+        print(f"[{number}/{len(targets)}] {target.path}", flush=True)
         measured, cases = measure(target, measures, tasks, manager, args)
         results, answers = results + measured, answers + cases
+        if target.run:
+            of_run = by_run[target.run] = by_run.get(target.run, []) + measured
+            write_results(target.run, of_run, steps=read_run(target.run).value("steps"))
     table = results_table(results)
     text = markdown(table.headings, table.texts)
     print(f"\n{text}\n")
-    for run in {target.run for target in targets} - {None}:
-        names = {target.label for target in targets if target.run == run}
-        _write(
-            run, [result for result in results if result.model in names], steps=read_run(run).value("steps")
-        )
     if args.output_dir:
         args.output_dir.mkdir(parents=True, exist_ok=True)
         command = redact(shlex.join([*PROG.split(), *argv]))
-        _write(args.output_dir, results, command=command)
+        write_results(args.output_dir, results, command=command)
         replace_file(args.output_dir / "evaluation.md", f"{text}\n\n```\n{command}\n```\n".encode())
         lines = "".join(json.dumps(case) + "\n" for case in answers)
         replace_file(args.output_dir / "answers.jsonl", lines.encode())
@@ -99,9 +93,24 @@ def evaluate(argv: list[str]) -> int:
     return 0
 
 
-def _write(folder: Path, results: list[Result], **record: Any) -> None:
-    rows = [asdict(replace(result, scores=())) for result in results]
-    replace_file(folder / EVALUATION_FILE, to_json(record | {"results": rows}, indent=1))
+def results_table(results: list[Result]) -> Table:
+    """Return a table of all results, sorted by measure."""
+    first = {result.measure: result for result in reversed(results)}
+    order = {measure: position for position, measure in enumerate(reversed(first))}
+    columns: Columns = {
+        "measure": (lambda result: result.measure, "{}"),
+        "model": (lambda result: result.model, "{}"),
+        "weights": (lambda result: result.weights, "{}"),
+        "value": (lambda result: result.value, "{:.4f}"),
+        "standard error": (lambda result: result.stderr, "{:.4f}"),
+        "samples": (lambda result: result.samples, "{:,}"),
+        "to the first": (
+            lambda result: result.difference(first[result.measure]),
+            "{0[0]:+.4f} +- {0[1]:.4f}",
+        ),
+        "note": (lambda result: result.note, "{}"),
+    }
+    return make_table(columns, sorted(results, key=lambda result: order[result.measure]))
 
 
 def main(argv: list[str] | None = None) -> int:

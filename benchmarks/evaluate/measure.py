@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 from fp8_suite.benchmarks.evaluate.answers import expected_answer, final_answer, same_answer
 from fp8_suite.benchmarks.evaluate.harness import run_tasks
 from fp8_suite.benchmarks.evaluate.models import AUTO_BATCH, evaluation_loss, generate, load, read_spec
-from fp8_suite.benchmarks.evaluate.results import Result
 from fp8_suite.benchmarks.evaluate.targets import Target
+from fp8_suite.benchmarks.records.evaluation import Result, smoothed
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.data.build import evaluated_rows, selected_rows
 from fp8_suite.data.samples import Selection, Split
@@ -49,13 +48,13 @@ def measure(
     if "exact_match" in measures and (cases := cases_of(split, selection)):
         options = {"pad": pad, "size": size, "max_new_tokens": args.max_new_tokens}
         answers = answer(model, split, cases, **options)
-        scores = [float(case["correct"]) for case in answers]
-        share = (sum(scores) + 1) / (len(scores) + 2)  # none of 40 is no proof of none
-        stderr = math.sqrt(share * (1 - share) / len(scores))
-        cut = sum(case["tokens"] == args.max_new_tokens for case in answers)
+        scores = "".join(str(int(case["correct"])) for case in answers)
+        samples, right = len(scores), scores.count("1")
+        share, cut = smoothed(right, samples), sum(case["tokens"] == args.max_new_tokens for case in answers)
         note = f"{cut} cut at --max_new_tokens {args.max_new_tokens}" if cut else None
-        matched = Result("exact_match", fmean(scores), stderr, len(scores), selection.fingerprint, note=note)
-        results.append(replace(matched, scores=tuple(scores)))
+        stderr = math.sqrt(share * (1 - share) / samples)
+        matched = Result("exact_match", right / samples, stderr, samples, selection.fingerprint)
+        results.append(replace(matched, note=note, scores=scores))
     elif "exact_match" in args.tasks:
         reason = "its rows have no expected_answer or answer column, no \\boxed{} and no ####"
         raise bad_setting(f"{reason}; drop exact_match from --tasks", dataset_name=cfg.data.dataset_name)
@@ -63,7 +62,7 @@ def measure(
         options = {name: getattr(args, name) for name in ("num_fewshot", "limit", "apply_chat_template")}
         options["batch_size"] = args.batch_size or ("auto" if model.device.type == "cuda" else size)
         results += run_tasks(tasks, manager, model, tokenizer, **options)
-    named = {"model": target.label, "export": target.export, "weights": weights}
+    named = {"model": target.path, "export": target.export, "weights": weights}
     return [replace(result, **named) for result in results], [named | case for case in answers]
 
 

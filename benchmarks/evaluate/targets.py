@@ -16,7 +16,6 @@ OTHER_ROWS = {"dataset_name", "split_name", "eval_split"}  # with these, it is n
 class Target:
     """A model to evaluate on the data of `cfg`."""
 
-    label: str
     path: str
     cfg: Config
     held_out: bool = False  # True if it is evaluated on the rows that a run held out
@@ -36,10 +35,10 @@ def find_targets(names: list[str], given: dict[str, Any]) -> list[Target]:
         runs = [] if is_model else find_runs(path)
         if not runs and not is_model:
             raise bad_input(f"{name}: no run folder and no model (it has no settings.json, no config.json)")
-        targets += [Target(name, str(path) if path.is_dir() else name, Config())] if is_model else []
+        targets += [Target(str(path) if path.is_dir() else name, Config())] if is_model else []
         targets += [target for run in runs for target in _exports(run, given)]
     of_runs = [target for target in targets if target.run]
-    first = of_runs[0] if of_runs else Target("", "", config_from_dict(given))
+    first = of_runs[0] if of_runs else Target("", config_from_dict(given))
     for target in of_runs:
         if target.cfg.data != first.cfg.data:
             raise bad_input(
@@ -59,4 +58,4 @@ def _exports(run: Path, given: dict[str, Any]) -> list[Target]:
     names = [name for name in table if table[name].section == "data"] + ["seed", "trust_remote_code"]
     cfg = config_from_dict({name: record.setting(name) for name in names} | given)
     held_out = not OTHER_ROWS & given.keys()
-    return [Target(f"{record.name}/{e.name}", str(e), cfg, held_out, run, e.name) for e in exports]
+    return [Target(str(e), cfg, held_out, run, e.name) for e in exports]

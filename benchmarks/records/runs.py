@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fp8_suite.benchmarks.records.evaluation import Result, read_results
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.readers import UnreadableFile, read_json, read_record
 from fp8_suite.training.config import SECTIONS, Config, all_settings, canonical, settings_path
@@ -17,7 +18,6 @@ from fp8_suite.training.tracking.metrics import METRICS, RATES, WALL_RATES, summ
 
 Series = list[tuple[int, float]]  # (optimizer step, value)
 
-EVALUATION_FILE = "evaluation.json"  # of benchmarks.evaluate
 DEFAULT = Config().to_dict()
 EFFECTS = {
     name: setting.field.metadata["affects"] or SECTIONS[setting.section].affects
@@ -80,7 +80,7 @@ class RunRecord:
     summary: dict[str, Any] | None
     wall_time: dict[str, Any] = field(default_factory=dict)  # summed over restarts
     remarks: dict[str, Any] = field(default_factory=dict)  # limits of a recorded run; see results/README.md
-    evaluation: list[dict[str, Any]] = field(default_factory=list)  # results of benchmarks.evaluate
+    evaluation: list[Result] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -226,7 +226,7 @@ def read_run(folder: Path) -> RunRecord:
         records=_read_metrics(folder / "metrics.jsonl"),
         summary=summary,
         wall_time=read_record(folder / "wall_time.json"),
-        evaluation=_read_evaluation(folder, summary),
+        evaluation=read_results(folder, (summary or {}).get("steps")),
     )
     try:  # nested values that a report reads
         _ = (
@@ -260,13 +260,6 @@ def _read_checked(path: Path) -> dict[str, Any] | None:
             if values[name] is not None and not isinstance(values[name], kinds):
                 raise bad_input(f"{path}: {name} is {values[name]!r}, not {what}; restore or delete the file")
     return values
-
-
-def _read_evaluation(folder: Path, summary: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the results of benchmarks.evaluate on a finished run; [] if it was trained further since."""
-    record = read_record(folder / EVALUATION_FILE)
-    current = summary is not None and record.get("steps") == summary.get("steps")
-    return record.get("results", []) if current else []
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:

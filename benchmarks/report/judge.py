@@ -19,6 +19,7 @@ from fp8_suite.benchmarks.report.tables import Columns
 from fp8_suite.core.errors import counted
 
 CONFIDENCE = 0.95
+NORMAL_QUANTILE = 1.645  # below which a normal variable lies with that probability
 MAX_LOSS_GAP = 0.5  # percent
 MAX_SEEDS = 100  # a verdict that needs more seeds than this is out of reach
 # Standard deviation of a recipe's gaps over seeds, in percent, pooled over the recipes with several seeds in
@@ -56,6 +57,7 @@ class Judgement:
     gaps: tuple[float, ...]
     limit: float = MAX_LOSS_GAP
     reason: str | None = None  # reason of a FAIL that needs no test, such as a loss that is not finite
+    sampling: float = 0.0  # standard error of a gap by the choice of its samples, which all seeds share
 
     @property
     def mean(self) -> float | None:
@@ -70,7 +72,8 @@ class Judgement:
         return self.mean - margin, self.mean + margin
 
     def _margin(self, pairs: int) -> float:
-        return t_quantile(pairs - 1) * stdev(self.gaps) / math.sqrt(pairs)
+        spread = t_quantile(pairs - 1) * stdev(self.gaps) / math.sqrt(pairs)
+        return math.hypot(spread, NORMAL_QUANTILE * self.sampling)
 
     @property
     def verdict(self) -> str:
@@ -147,17 +150,24 @@ def judge_evaluated(pairs: Sequence[Pair], limit: float) -> dict[str, Judgement]
     An export is compared with its counterpart, else with the baseline's BF16 `export`. The gap is how much
     worse it is: the drop of an accuracy in percentage points, else the relative difference in percent.
     """
-    worse: dict[str, list[float]] = {}
+    gaps: dict[str, list[float]] = {}
+    errors: dict[str, list[float]] = {}
     for run, baseline in pairs:
-        values = {(r["export"], r["measure"], r["data"]): r["value"] for r in baseline.evaluation}
-        for r in run.evaluation:
-            value, sign = r["value"], -1 if r["higher_is_better"] else 1
-            keys = [(export, r["measure"], r["data"]) for export in (r["export"], "export")]
-            for reference in [values[key] for key in keys if key in values][:1]:
-                is_accuracy = r["higher_is_better"] and 0 <= reference <= 1
-                gap = value - reference if is_accuracy else value / reference - 1
-                worse.setdefault(f"{r['measure']} of {r['export']}", []).append(100 * sign * gap)
-    return {name: Judgement(tuple(values), limit) for name, values in worse.items()}
+        references = {(r.export, r.measure, r.data): r for r in baseline.evaluation}
+        for result in run.evaluation:
+            keys = [(export, result.measure, result.data) for export in (result.export, "export")]
+            reference = next((references[key] for key in keys if key in references), None)
+            if reference is None:
+                continue
+            is_accuracy = result.higher_is_better and 0 <= reference.value <= 1
+            unit = (-100 if result.higher_is_better else 100) / (1 if is_accuracy else reference.value)
+            name = f"{result.measure} of {result.export}"
+            gaps.setdefault(name, []).append(unit * (result.value - reference.value))
+            _, error = result.difference(reference) or (0, 0)
+            errors.setdefault(name, []).append(abs(unit) * error)
+    return {
+        name: Judgement(tuple(values), limit, sampling=fmean(errors[name])) for name, values in gaps.items()
+    }
 
 
 def _percent(fractions: Iterable[float | None]) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from fp8_suite.benchmarks.evaluate.answers import expected_answer, final_answer, same_answer
 from fp8_suite.benchmarks.evaluate.main import main
 from fp8_suite.benchmarks.evaluate.models import generate, in_batches
-from fp8_suite.benchmarks.records.runs import read_run
-from fp8_suite.benchmarks.report.judge import judge_pairs
+from fp8_suite.benchmarks.records.evaluation import Result, write_results
+from fp8_suite.benchmarks.records.runs import RunRecord, read_run
+from fp8_suite.benchmarks.report.judge import judge_evaluated, judge_pairs
 from fp8_suite.core.errors import UserError
 from fp8_suite.data.rendering import Renderer
 from fp8_suite.data.tokenizer import load_tokenizer
@@ -180,15 +182,15 @@ def test_table_and_files_of_a_run_and_its_base(run, tmp_path, capsys):
     table = (tmp_path / "evaluation.md").read_text()
     lines = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
     assert [line[1:3] for line in lines[2:8]] == [
-        [measure, name]
+        [measure, str(name)]
         for measure in ("loss", "exact_match")
-        for name in (str(run.parent / "base"), "run/export", "run/export-fp8")
+        for name in (run.parent / "base", run / "export", run / "export-fp8")
     ]
-    assert lines[6][7] == "+0.5000 +- 0.2887", "paired: differences 1, 0, 1, 0"
+    assert lines[6][7] == "+0.5000 +- 0.2500", "paired"
     assert table.split("\n\n")[0] in printed
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [a["text"] for a in answers if a["export"] == "export"] == [solution for _, solution, _ in ROWS]
-    assert [r["export"] for r in read_run(run).evaluation] == ["export"] * 2 + ["export-fp8"] * 2
+    assert [result.export for result in read_run(run).evaluation] == ["export"] * 2 + ["export-fp8"] * 2
 
 
 def answer_loss(export):
@@ -297,21 +299,34 @@ def test_bad_input_is_one_line(run, tmp_path, capsys, argv, error):
 
 
 def test_results_join_the_verdict_over_seeds(tmp_path):
-    def finished(name, steps=10, evaluated_at=10, **values):
+    def finished(name, steps=10, evaluated_at=10, **rights):
         folder = write_run(tmp_path / name, losses=[1.0] * 10, summary={"steps": steps})
-        rows = [
-            {"export": key, "measure": "exact_match", "data": "rows", "value": v, "higher_is_better": True}
-            for key, v in values.items()
-        ]
-        (folder / "evaluation.json").write_text(json.dumps({"steps": evaluated_at, "results": rows}))
+        results = []
+        for export, right in rights.items():
+            scores = "1" * right + "0" * (5000 - right)
+            share = right / 5000
+            results.append(Result("exact_match", share, 0.01, 5000, "rows", scores=scores, export=export))
+        write_results(folder, results, steps=evaluated_at)
         return read_run(folder)
 
-    baselines = [finished(f"bf16-{i}", export=value) for i, value in enumerate((0.60, 0.62, 0.61))]
-    runs = [finished(f"fp8-{i}", export=v, export_fp8=v - 0.02) for i, v in enumerate((0.601, 0.62, 0.611))]
+    baselines = [finished(f"bf16-{i}", export=right) for i, right in enumerate((3000, 3050, 3100))]
+    runs = [finished(f"fp8-{i}", export=n, export_fp8=n - 100) for i, n in enumerate((3001, 3050, 3102))]
     judged = judge_pairs(list(zip(runs, baselines, strict=True)), 0.5).evaluated
     assert {name: (j.verdict, j.mean) for name, j in judged.items()} == {
-        "exact_match of export": ("PASS", pytest.approx(-0.2 / 3)),
-        "exact_match of export_fp8": ("FAIL", pytest.approx(2 - 0.2 / 3)),  # against the BF16 export
+        "exact_match of export": ("PASS", pytest.approx(-0.02)),
+        "exact_match of export_fp8": ("FAIL", pytest.approx(1.98)),  # against the BF16 export
     }
-    trained_further = finished("more", steps=20, export=0.1)
+    trained_further = finished("more", steps=20, export=100)
     assert judge_pairs([(trained_further, baselines[0])], 0.5).evaluated == {}
+
+
+def test_equal_accuracies_of_few_samples_decide_nothing():
+    none_right = Result("exact_match", 0.0, 0.05, 20, "rows", scores="0" * 20)
+    again = replace(none_right, model="other")
+    assert again.difference(none_right) == (0, pytest.approx(math.sqrt(1 / 22 / 20)))
+    pair = [
+        RunRecord(Path(name), {}, {}, [], {}, evaluation=[replace(again, export="export")])
+        for name in ("run", "baseline")
+    ]
+    judgement = judge_evaluated([pair] * 3, 0.5)["exact_match of export"]
+    assert judgement.verdict == "INCONCLUSIVE" and judgement.bounds[1] == pytest.approx(7.84, abs=0.01)
