@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from fp8_suite.core.errors import first_line
+from fp8_suite.core.readers import read_record
+from fp8_suite.data.build import Loaders
 from fp8_suite.data.chat import turn_end
 from fp8_suite.te_models.build import export_tensors
+from fp8_suite.te_models.quantized.forms import FORMS, FP32_BLOCKS, Quantizer
 from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.run_folder import SAMPLES_FILE, train_losses
 from fp8_suite.training.export.generate import generate_answers, generation_config, tokenizer_round_trips
+from fp8_suite.training.export.loss import export_loss
 from fp8_suite.training.export.write import export_hf
 from fp8_suite.training.observers import Observers
 from fp8_suite.training.optim import moments
@@ -20,13 +25,16 @@ from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.optim.adamw import local
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
+from fp8_suite.training.precision.precision_map import bf16_linears
 from fp8_suite.training.prepare import PreparedRun
 from fp8_suite.training.tracking.metrics import summary_name, tail_mean
+from fp8_suite.training.tracking.tracker import amend_summary
 from fp8_suite.training.trainer import Trainer
+from torch import nn
 
 
 def export(prepared: PreparedRun, assembly: Assembly) -> None:
-    """Export the model in Hugging Face format; FP8 weights as BF16. Collective."""
+    """Export the model in Hugging Face format, once for each --export_dtype. Collective."""
     strategy, watchdog = prepared.strategy, prepared.watchdog
     watchdog.beat("exporting")
     strategy.reshard(assembly.model)
@@ -41,10 +49,10 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
             weights.append(weight)
         return strategy.gather(weights)
 
-    def write(tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
+    def write(tensors: Iterator[tuple[str, torch.Tensor]], name: str, quantizer: Quantizer | None) -> Path:
         spec, tokenizer = prepared.resolved.model, prepared.tokenizer
         folder = export_hf(
-            prepared.folder / "export",
+            prepared.folder / name,
             tensors,
             config=spec.config,
             tokenizer=tokenizer,
@@ -56,6 +64,7 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
             ),
             trust_remote_code=spec.trust_remote_code,
             code_folder=spec.weights,
+            quantizer=quantizer,
         )
         if not tokenizer_round_trips(folder, tokenizer, trust_remote_code=spec.trust_remote_code):
             print_rank0(
@@ -64,8 +73,35 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
             )
         return folder
 
-    tensors = export_tensors(assembly.model, gather)
-    print_rank0(f"exported to {ranks.iterate_on_rank0(tensors, write)}")
+    for dtype, name in prepared.cfg.export_folders.items():
+        quantizer = _quantizer(prepared, assembly.model) if dtype == "fp8" else None
+        tensors = export_tensors(assembly.model, gather)
+        folder = ranks.iterate_on_rank0(tensors, partial(write, name=name, quantizer=quantizer))
+        print_rank0(f"exported to {folder}")
+        if quantizer:
+            kv_heads = getattr(prepared.resolved.model.config, "num_key_value_heads", None)
+            ranks.run_on_rank0(lambda q=quantizer, heads=kv_heads: print(*q.describe(heads), sep="\n"))
+
+
+def _quantizer(prepared: PreparedRun, model: nn.Module) -> Quantizer:
+    """Return the quantizer of an FP8 export. Weights have the block scales of training."""
+    precision = prepared.resolved.precision
+    fp32_scales = precision.effective == "block" and prepared.cfg.precision.fp8_fp32_scales
+    return Quantizer(FP32_BLOCKS if fp32_scales else FORMS["block"], bf16_linears(model, precision))
+
+
+def evaluate_exports(prepared: PreparedRun, loaders: Loaders) -> None:
+    """Add the losses of exports to summary.json, if one is in FP8. On one rank, after training."""
+    folders, summary = prepared.cfg.export_folders, read_record(prepared.folder / "summary.json")
+    if "fp8" not in folders or loaders.eval is None or "export_loss_fp8" in summary:
+        return
+    spec, device, losses = prepared.resolved.model, prepared.strategy.device, {}
+    for dtype, name in folders.items():
+        loss = export_loss(prepared.folder / name, loaders.eval, spec, device)
+        if loss is not None:
+            losses[f"export_loss_{dtype}"] = loss
+            print(f"{name}: eval loss {loss:.4f} in transformers, from its files")
+    amend_summary(prepared.folder, losses)
 
 
 def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> dict[str, Any]:
@@ -110,8 +146,9 @@ def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> 
 
 def generate_samples(prepared: PreparedRun, prompts: list[Any]) -> None:
     """Generate answers to --generate_samples evaluation prompts with the exported model, on one rank."""
-    prompts, export = prompts[: prepared.cfg.checkpoint.generate_samples], prepared.folder / "export"
-    if not prompts or not export.exists():
+    prompts = prompts[: prepared.cfg.checkpoint.generate_samples]
+    export = next((prepared.folder / name for name in prepared.cfg.export_folders.values()), None)
+    if not prompts or not (export and export.exists()):
         return
     trusts_code, device = prepared.resolved.model.trust_remote_code, prepared.strategy.device
     try:

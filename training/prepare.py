@@ -170,8 +170,8 @@ def _open_folder(cfg: Config, resolved: Resolved, cleanup: ExitStack) -> tuple[P
     is_new = not os.path.exists(cfg.checkpoint.output_dir or "")
     folder, lock = open_run_folder(cfg, resolved.model.short_name, resolved.precision.effective)
     cleanup.callback(lock.release)
-    if cfg.exports:
-        check_export(folder / "export", resolved.model.weights)
+    for name in cfg.export_folders.values():
+        check_export(folder / name, resolved.model.weights)
     if not cfg.checkpoint.output_dir:
         print_rank0(f"run folder: {folder}; to resume, repeat the command with --output_dir {folder}")
     return folder, is_new
@@ -185,7 +185,7 @@ def _find_checkpoint(
     if notice:
         print_rank0(notice)
     finished = (folder / "summary.json").exists()
-    if not point and finished and cfg.exports and (folder / "export").exists():
+    if not point and finished and any((folder / name).exists() for name in cfg.export_folders.values()):
         raise bad_setting(
             "its run is finished and its checkpoints are gone, so this would train again and replace the "
             "export; choose another folder, or move the export away",
@@ -255,7 +255,7 @@ def _count_steps(cfg: Config, folder: Path, resume: ResumePoint | None, loaders:
     On resume, set `loaders.train` to the checkpoint's position.
     """
     if loaders.train is None:
-        finished = resume and ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, 0, exports=False))
+        finished = resume and ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, 0))
         return 0, bool(finished)
     if resume is None:
         total = count_steps(cfg.optim, loaders.train.micro_batches_per_epoch)
@@ -267,7 +267,7 @@ def _count_steps(cfg: Config, folder: Path, resume: ResumePoint | None, loaders:
         return total, False
     loaders.train.load_state_dict(resume.meta["loader"])
     total = count_resumed_steps(cfg, resume.meta, loaders.train, ranks.world_size())
-    finished = ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, total, exports=cfg.exports))
+    finished = ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, total))
     if total > resume.step and total != (saved := resume.meta["total_steps"]):
         print_rank0(f"the learning rate schedule now spans {total:,} steps (was {saved:,})")
     return total, finished

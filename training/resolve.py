@@ -11,6 +11,7 @@ from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import ModelSpec, digests, find_model
 from fp8_suite.training.config import Config
+from fp8_suite.training.export.loss import require_fp8_export
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
@@ -86,6 +87,8 @@ def _check(cfg: Config, precision: Precision, spec: ModelSpec, shape: ModelShape
     if shape is not None and cfg.model.use_te:
         checks.check_sizes(precision, spec.name, shape.gemm_sizes)
     checks.check_settings(cfg, precision)
+    if "fp8" in cfg.export_folders:
+        require_fp8_export(spec)
     if cfg.precision.fp8_lm_head:
         text, one_gemm = spec.config.get_text_config(), cfg.model.use_te or spec.is_known_family
         checks.check_lm_head(spec.name, text.hidden_size, text.vocab_size, one_gemm=one_gemm)

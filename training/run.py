@@ -22,7 +22,7 @@ from fp8_suite.training.checkpoint.run_folder import discarded_if_refused
 from fp8_suite.training.checkpoint.saver import CheckpointSaver, choose_stager
 from fp8_suite.training.checkpoint.state import RunState
 from fp8_suite.training.config import Config, parse_config
-from fp8_suite.training.finish import export, generate_samples, summarize
+from fp8_suite.training.finish import evaluate_exports, export, generate_samples, summarize
 from fp8_suite.training.observers import Observers, open_environment, open_logs
 from fp8_suite.training.optim.schedule import learning_rate
 from fp8_suite.training.outcome import ignore_broken_pipes, report_failure
@@ -74,6 +74,7 @@ def main(
         try:
             if code == 0 and on_rank0:  # after the other ranks have released their GPUs
                 signals.close()
+                evaluate_exports(prepared, loaders)
                 generate_samples(prepared, loaders.eval_prompts)
         finally:
             if on_rank0:

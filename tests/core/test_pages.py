@@ -64,6 +64,7 @@ def test_symbols_that_development_names_are_in_their_file(symbols, path):
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
 def test_flags_exist(page):
     programs = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "training/doctor").glob("*.py")]
+    programs.append(ROOT / "training/export/quantize.py")
     options = {flag for path in programs for flag in re.findall(r'"(?:--)?([a-z0-9_]+)"', path.read_text())}
     settings = set(all_settings())
     known = settings | {f"no_{name}" for name in settings} | options | TORCHRUN | OTHERS

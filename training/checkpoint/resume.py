@@ -304,8 +304,8 @@ def count_resumed_steps(cfg: Config, meta: dict[str, Any], loader: Any, world_si
     return meta["progress"]["step"] + -(-left // accumulation) + later_epochs * -(-per_epoch // accumulation)
 
 
-def is_finished(point: ResumePoint, cfg: Config, folder: Path, total_steps: int, *, exports: bool) -> bool:
-    """True if the checkpoint is the final one of a run with its summary and export. On one process.
+def is_finished(point: ResumePoint, cfg: Config, folder: Path, total_steps: int) -> bool:
+    """True if the checkpoint is the final one of a run with its summary and exports. On one process.
 
     UserError if the run already has more steps than requested.
     """
@@ -316,7 +316,8 @@ def is_finished(point: ResumePoint, cfg: Config, folder: Path, total_steps: int,
             f"{point.step:,}, use another --output_dir",
             resume=cfg.checkpoint.resume,
         )
-    complete = summarized == point.step and (not exports or (folder / "export").exists())
+    exported = all((folder / name).exists() for name in cfg.export_folders.values())
+    complete = summarized == point.step and exported
     if 0 < total_steps < point.step and not complete:
         flag = "num_epochs" if cfg.optim.max_steps is None else "max_steps"
         raise bad_setting(

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from fp8_suite.core.errors import first_line
-from fp8_suite.te_models.spec import auto_class
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from fp8_suite.training.export.loss import load_export
+from transformers import AutoTokenizer, GenerationConfig
 
 
 def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_tokenizer: bool) -> Any:
@@ -60,13 +60,7 @@ def generate_answers(
     trust_remote_code: bool = False,
 ) -> str:
     """Answer prompts greedily with the exported model. Return a text with the reference answers."""
-    options = {
-        "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32,
-        "trust_remote_code": trust_remote_code,
-    }
-    config = AutoConfig.from_pretrained(export, trust_remote_code=trust_remote_code)
-    kind = auto_class(config, trust_remote_code=trust_remote_code)
-    model = kind.from_pretrained(export, **options).to(device).eval()
+    model = load_export(export, device, trust_remote_code=trust_remote_code)
     texts = []
     for prompt, reference in prompts:
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)

@@ -20,6 +20,7 @@ from fp8_suite.te_models.backend import te_module
 from fp8_suite.te_models.precision.coverage import fold_layers
 from fp8_suite.te_models.precision.recipes import make_recipe
 from fp8_suite.training.config import Config
+from fp8_suite.training.precision import torchao_fp8
 from fp8_suite.training.precision.recipes import Precision, recipe_or_fallback
 from fp8_suite.training.precision.settings import MAP_SETTINGS, parse_precision_map
 from torch import nn
@@ -29,6 +30,13 @@ TE_GEMMS = {
     "self_attention.layernorm_qkv": ("hidden_size", "query width", "key/value width"),
     "self_attention.proj": ("hidden_size", "query width"),
     "layernorm_mlp": ("hidden_size", "intermediate_size"),
+}
+
+
+HF_LINEARS = {
+    "self_attention.layernorm_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.proj": ("self_attn.o_proj",),
+    "layernorm_mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 }
 
 
@@ -104,6 +112,18 @@ def resolve_map(cfg: Config, precision: Precision, config: Any) -> Precision:
         )
         raise bad_setting(reason, fp8_all_gather=True, **_map_settings(cfg))
     return replace(precision, by_module=by_module, te_recipe_of=te_recipe_of, map_fallbacks=fallbacks)
+
+
+def bf16_linears(model: nn.Module, precision: Precision) -> list[str]:
+    """Return the Hugging Face names of decoder layers' linear modules that an FP8 run computes in BF16."""
+    if not precision.fp8:
+        return []
+    if precision.te_backend is None:
+        names = torchao_fp8.linear_names(model)
+        kept = [name for name in names if not hasattr(model.get_submodule(name), "fp8_recipe")]
+        return [name.removeprefix("model.") for name in kept]  # the wrapper's
+    layers = [name.split(".", 2)[1:] for name, recipe in precision.by_module.items() if recipe == "bf16"]
+    return [f"model.layers.{layer}.{linear}" for layer, gemm in layers for linear in HF_LINEARS[gemm]]
 
 
 def check_resume(meta: dict[str, Any], precision: Precision) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from fp8_suite.core.errors import bad_setting, counted
 from fp8_suite.core.files import explaining_write_errors, replace_file, to_json
 from fp8_suite.core.packages import version
-from fp8_suite.core.readers import parse_json
+from fp8_suite.core.readers import parse_json, read_record
 from fp8_suite.core.redact import redact
 from fp8_suite.training.tracking.settings import LogConfig
 from fp8_suite.training.tracking.wandb_writer import WandbWriter, call_with_timeout
@@ -136,6 +136,13 @@ class JsonlWriter:
             replace_file(self._summary_path, to_json(values, indent=2) + b"\n")
 
     def finish(self, exit_code: int) -> None: ...
+
+
+def amend_summary(run_folder: Path, values: dict[str, Any]) -> None:
+    """Add values to the summary.json of a finished run."""
+    path = run_folder / "summary.json"
+    with explaining_write_errors(path):
+        replace_file(path, to_json(read_record(path) | values, indent=2) + b"\n")
 
 
 def missing_steps(logged: list[int], resume_step: int, interval: int) -> int:

@@ -1,0 +1,86 @@
+"""Loss of exported models: the files are loaded by transformers and evaluated on a run's rows."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from fp8_suite.core.errors import UserError, bad_setting, one_line
+from fp8_suite.core.packages import version
+from fp8_suite.core.readers import read_record
+from fp8_suite.data.loader import Loader
+from fp8_suite.data.order import Stored
+from fp8_suite.te_models.hugging_face import HFCausalLM
+from fp8_suite.te_models.quantized.forms import FORMS, fp8_weights
+from fp8_suite.te_models.spec import ModelSpec, auto_class, on_meta, parameter_shapes
+from torch import nn
+from transformers import AutoConfig, FineGrainedFP8Config
+
+
+def require_fp8_export(spec: ModelSpec) -> None:
+    """UserError if the model cannot be exported in FP8, or transformers could not load the export here."""
+    reason, form = None, FORMS["block"]
+    if spec.config.get_text_config() is not spec.config or spec.uses_remote_code:
+        reason = "only text models with transformers' own code can be exported in FP8"
+    elif not fp8_weights(parameter_shapes(on_meta(spec)), form):
+        reason = f"no linear weight of {spec.name} has sizes that are multiples of {form.multiple}"
+    elif version("accelerate") is None:
+        reason = "transformers needs accelerate to load FP8 weights; pip install accelerate"
+    if reason:
+        raise bad_setting(f"{reason}, or use bf16", export_dtype="fp8")
+
+
+def load_export(folder: Path, device: torch.device, *, trust_remote_code: bool = False) -> nn.Module:
+    """Load an export with transformers in BF16, on a CPU in FP32. FP8 weights are dequantized.
+
+    UserError if weights are missing or left over.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if device.type == "cuda" else torch.float32}
+    # FP8 GEMMs of transformers are kernels from the hub. The values are the same in BF16.
+    if read_record(folder / "config.json").get("quantization_config", {}).get("quant_method") == "fp8":
+        options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+    if device.type == "cuda" and version("accelerate"):
+        options["device_map"] = {"": device}
+    kind = auto_class(config, trust_remote_code=trust_remote_code)
+    model, info = kind.from_pretrained(
+        folder, trust_remote_code=trust_remote_code, output_loading_info=True, **options
+    )
+    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
+        raise UserError(f"{folder}: {len(wrong)} weights are missing or left over, {wrong[0]} first")
+    return model.to(device).eval()
+
+
+@torch.no_grad()
+def export_loss(folder: Path, rows: Loader, spec: ModelSpec, device: torch.device) -> float | None:
+    """Return an export's mean loss over the label tokens of `rows`; None if it does not fit on the GPU.
+
+    `rows` may be one rank's share; all are evaluated. UserError if transformers cannot load the files.
+    """
+    gc.collect()  # the trained model may be part of reference cycles
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        needed = 2.2 * sum(shape.numel() for shape in parameter_shapes(on_meta(spec)).values())
+        if needed > (free := torch.cuda.mem_get_info(device)[0]):
+            print(f"WARNING: {folder} is not evaluated: {needed / 1e9:.0f} GB, with {free / 1e9:.0f} GB free")
+            return None
+    try:
+        inner = load_export(folder, device, trust_remote_code=spec.trust_remote_code)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # libraries raise anything
+        reason = f"transformers cannot load it ({type(error).__name__}: {one_line(error)})"
+        raise UserError(f"{folder}: {reason}") from error
+    model = HFCausalLM(inner, known_family=spec.is_known_family).eval()
+    model.choose_attention(device, next(inner.parameters()).dtype)
+    layout = replace(rows.source.layout, rank=0, world_size=1)
+    source = Stored(rows.source.samples, layout, seed=rows.source.seed)
+    loader = Loader(source, identity={}, num_workers=0, pin_memory=False)
+    loss, label_tokens = torch.zeros((), device=device, dtype=torch.float64), 0
+    for batch in loader:
+        loss += model(**batch.to(device).inputs).loss
+        label_tokens += batch.label_tokens
+    return loss.item() / max(label_tokens, 1)
