@@ -60,13 +60,13 @@ _RECOMPUTED = "each pass of a recomputed layer, by `te_models.recompute.layers`"
 FLASH_ATTENTION_4_ON = Patch(
     ("os.environ:NVTE_FUSED_ATTN", "os.environ:NVTE_FLASH_ATTN_V3"),
     why='"0" makes TE use FlashAttention 4, the fastest attention on Hopper, instead of cuDNN',
-    during=_RUN,
+    during=f"{_RUN}; or the process, by `te_models.library.build`",
     tested_by="tests/training/test_kernels.py",
 )
 FLASH_ATTENTION_4_OFF = Patch(
     ("os.environ:NVTE_FLASH_ATTN_V4",),
     why='"0" keeps TE from using a FlashAttention 4 that has not passed its self-test',
-    during=_RUN,
+    during=f"{_RUN}; or the process, by `te_models.library.build`",
     tested_by="tests/training/test_kernels.py",
 )
 SWIGLU = Patch(

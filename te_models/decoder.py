@@ -160,9 +160,13 @@ class TECausalLM(nn.Module):
         """Allocate uninitialized parameters (or shards) and compute the RoPE tables."""
         self.to_empty(device=self.options.device)
         self.tie()  # to_empty() unties
-        self.rope = rope_angles(self.config, self.options.max_positions).to(self.options.device)
-        self.rope_table = rope_table(self.rope)
+        self.set_max_positions(self.options.max_positions)
         return self
+
+    def set_max_positions(self, positions: int) -> None:
+        """Compute the RoPE tables for sequences of up to this many tokens."""
+        self.rope = rope_angles(self.config, positions).to(self.norm.weight.device)
+        self.rope_table = rope_table(self.rope)
 
     def cache_fp8_weights_under_fsdp(self) -> None:
         """Let TE cache the FP8 weights of an FSDP2 model whose weights stay gathered for a whole step.
@@ -186,9 +190,27 @@ class TECausalLM(nn.Module):
     ) -> TokenLoss:
         """Return loss and correct predictions, summed over label tokens.
 
-        `input_ids`, `labels` [B, S] int64: labels are already shifted, -100 means no loss. `cu_seqlens` [N+1]
-        int32: sequence boundaries in the T tokens of a packed batch. Positions are derived from `cu_seqlens`,
-        or are 0 to S-1 without it; `position_ids` [B, S] int64, if given, must equal them.
+        `labels` [B, S] int64 are already shifted; -100 means no loss. Other inputs: `hidden_states`.
+        """
+        hidden = self.hidden_states(input_ids, position_ids, cu_seqlens, max_seqlen)
+        return self.token_loss(hidden, labels)
+
+    def token_loss(self, hidden: Tensor, labels: Tensor) -> TokenLoss:
+        """Return loss and correct predictions of hidden states [T, D], summed over labels [B, S]."""
+        head_loss = linear_cross_entropy_fp8 if self.options.fp8_lm_head else linear_cross_entropy
+        return head_loss(hidden, self.lm_head.weight, labels.flatten())
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Return the final norm's output [T, D] for `input_ids` [B, S] int64.
+
+        `cu_seqlens` [N+1] int32: sequence boundaries in the T tokens of a packed batch. Positions are derived
+        from `cu_seqlens`, or are 0 to S-1 without it; `position_ids` [B, S] int64, if given, must equal them.
         """
         hidden = self.embed_tokens(input_ids)  # [B, S, D]
         if torch.is_grad_enabled() and not hidden.requires_grad:
@@ -220,9 +242,7 @@ class TECausalLM(nn.Module):
             self.offload.begin()
         for layer, level in zip(self.layers, self.recompute, strict=True):
             hidden = self._run(layer, level, hidden, arguments)
-        hidden = self.norm(hidden).flatten(0, -2)  # [T, D]
-        head_loss = linear_cross_entropy_fp8 if self.options.fp8_lm_head else linear_cross_entropy
-        return head_loss(hidden, self.lm_head.weight, labels.flatten())
+        return self.norm(hidden).flatten(0, -2)
 
     def _run(self, layer: nn.Module, level: str, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         if level != "none" and torch.is_grad_enabled():

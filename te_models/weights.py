@@ -163,6 +163,18 @@ class RandomSource(WeightSource):
         return weight[start:stop].bfloat16()
 
 
+class TensorSource(WeightSource):
+    """Weights in memory."""
+
+    name = "this model"
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self._tensors, self._shapes = tensors, {key: tensor.shape for key, tensor in tensors.items()}
+
+    def rows(self, key: str, start: int, stop: int) -> Tensor:
+        return self._tensors[key][start:stop]
+
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 QUANTIZED = ("I8", "F8_E4M3", "F8_E5M2")  # safetensors' dtypes of weights that need scales
 

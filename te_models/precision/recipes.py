@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.recipes import RECIPES
 from fp8_suite.te_models.backend import Backend, te_module, te_recipes
 from fp8_suite.te_models.precision.te_runtime import why_not_te
@@ -41,3 +42,11 @@ def make_recipe(name: str, cfg: PrecisionConfig, backend: Backend = "native") ->
 def recipe_name(recipe: Any) -> str:
     """Return the name in RECIPES of a TE recipe object, native or emulated."""
     return next(name for name, spec in RECIPES.items() if spec.te_class == type(recipe).__name__)
+
+
+def check_gemm_sizes(recipe: str, sizes: dict[str, int], /, *, way_out: str = "", **settings: Any) -> None:
+    """UserError naming the sizes that are not a multiple of what the recipe's GEMMs need."""
+    multiple = RECIPES[recipe].feature_multiple
+    if odd := ", ".join(f"{name} {size}" for name, size in sizes.items() if size % multiple):
+        way_out = way_out or "use another recipe or --mixed_precision bf16"
+        raise bad_setting(f"{odd} not a multiple of {multiple}, as FP8 GEMMs need; {way_out}", **settings)
