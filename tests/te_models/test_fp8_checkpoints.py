@@ -8,6 +8,7 @@ import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.te_models.build import build_model, export_tensors
 from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.te_models.quantized import forms
 from fp8_suite.te_models.spec import find_model, weight_source
 from fp8_suite.training.optim.adamw import MasterAdamW, merge_master, split_master
 from fp8_suite.training.optim.optimizer import set_low_halves, state_of, take_low_halves
@@ -17,7 +18,17 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
 from tests.children import preload, run_ranks
-from tests.fp8_checkpoints import STATIC, compressed, fine_grained, modelopt, save_fp8, write
+from tests.fp8_checkpoints import (
+    STATIC,
+    compressed,
+    fine_grained,
+    modelopt,
+    power_of_two,
+    quantized,
+    save_fp8,
+    smallest,
+    write,
+)
 
 preload(__name__)
 CPU = torch.device("cpu")
@@ -100,6 +111,30 @@ def test_blocks_at_the_edges_are_smaller(tmp_path):
         source = weight_source(find(tmp_path), seed=0, device=CPU)
         for start, stop in ((0, 1), (95, 130), (130, 131), (7, 7), (255, 256)):
             assert torch.equal(source.rows(Q_PROJ, start, stop), expected[Q_PROJ][start:stop])
+
+
+ROUND_TRIPS = {
+    "block-powers": (fine_grained(), torch.float32, power_of_two, forms.quantize_blocks),
+    "block-e8m0": (fine_grained(), E8M0, power_of_two, None),
+    "block-deepseek": (fine_grained(), torch.float32, smallest, None),
+    "channel": (compressed("channel"), torch.bfloat16, smallest, forms.quantize_channels),
+}
+
+
+@pytest.mark.parametrize("trip", ROUND_TRIPS)
+def test_masters_quantized_by_the_checkpoints_rule_are_its_bytes_again(trip, tmp_path):
+    """With the suite's own writer too, if it has the rule."""
+    fields, scale, rule, write_again = ROUND_TRIPS[trip]
+    tensors = save_fp8(tmp_path, fields, scale=scale, rule=rule)
+    source = weight_source(find(tmp_path), seed=0, device=CPU)
+    assert len(source.fp8) == 21
+    for key in source.fp8:
+        master = source.get(key)
+        again = quantized(key, master, fields, scale, rule)
+        for name, tensor in again.items():
+            assert torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8)), name
+        for written, tensor in zip(write_again(master) if write_again else (), again.values(), strict=False):
+            assert torch.equal(written.view(torch.uint8), tensor.view(torch.uint8)), key
 
 
 def test_e8m0_scales_may_be_stored_as_bytes(tmp_path):

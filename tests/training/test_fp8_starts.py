@@ -11,7 +11,7 @@ from fp8_suite.training.run import main
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.fp8_checkpoints import compressed, fine_grained, save_fp8, write
+from tests.fp8_checkpoints import assert_exact_masters, compressed, fine_grained, save_fp8, write
 from tests.training.parallel.jobs import SMALL, curve
 
 CPU = torch.device("cpu")
@@ -46,6 +46,16 @@ def test_a_run_from_fp8_equals_one_from_the_dequantized_weights(layers, tmp_path
     exports = [load_file(run / "export" / "model.safetensors") for run in runs]
     assert all(torch.equal(exports[0][name], exports[1][name]) for name in exports[1])
     assert "quantization_config" not in json.loads((runs[0] / "export" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("layers", LAYERS, ids=["te", "hf"])
+def test_masters_in_a_checkpoint_are_exact(layers, tmp_path):
+    """A learning rate this small changes no bit, of zeros either."""
+    save_fp8(tmp_path / "fp8", fine_grained())
+    flags = f"{layers} --max_steps 1 --save_interval 1 --learning_rate 1e-300 --save_checkpoints --no_export"
+    flags = flags.replace("--no_use_te", "--no_use_te --mixed_precision bf16")
+    run = train(tmp_path / "run", tmp_path / "fp8", flags)
+    assert_exact_masters(run, tmp_path / "fp8", use_te="--no_use_te" not in flags)
 
 
 def test_a_bad_scale_stops_the_run_before_anything_is_written(tmp_path, capsys):
