@@ -7,7 +7,7 @@ import os
 import re
 from typing import Literal, NamedTuple
 
-HOPPER = (9, 0)  # compute capability
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities; BF16 needs Ampere
 MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_* in <cuda.h>
 
 

@@ -41,8 +41,10 @@ def assemble(prepared: PreparedRun) -> Assembly:
     cfg, precision, strategy = prepared.cfg, prepared.resolved.precision, prepared.strategy
     torchao = precision.effective in TORCHAO_RECIPES
     setup = prepared.sizing.chosen
-    compute = torch.float32 if cfg.precision.mixed_precision == "fp32" else torch.bfloat16
-    dtypes = {"parameter_dtype": setup.optimizer.parameter_dtype, "compute_dtype": compute}
+    dtypes = {
+        "parameter_dtype": setup.optimizer.parameter_dtype,
+        "compute_dtype": precision.compute_dtype,
+    }
 
     fp8_stats = Fp8Stats(cfg, precision, prepared.folder)  # TE inspects only modules built after this
     model = _build_model(prepared, dtypes)

@@ -102,7 +102,9 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.use_te and s.compile:
         yield "compile use_te", "torch.compile breaks up TE's fused kernels; drop one of the two"
     if s.use_te and s.mixed_precision == "fp32":
-        yield "mixed_precision use_te", "TE layers run in bf16 or fp8; drop one of the two"
+        yield "mixed_precision use_te", "TE layers run in bf16, fp8 or fp16; drop one of the two"
+    if s.mixed_precision == "fp16":
+        yield from _refused_fp16(s)
     if s.te_backend != "auto" and not s.use_te:
         yield "te_backend", "only valid with --use_te; add that or drop this"
     recipes, layers = (TE_RECIPES, "with") if s.use_te else (TORCHAO_RECIPES, "without")
@@ -125,6 +127,17 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
     # A precision map or a fallback may bring another recipe, which reads the setting.
     if s.mixed_precision == "fp8" and not s.precision_map and not RECIPES[s.requested_recipe].may_fall_back:
         yield from unread_settings(s, {s.requested_recipe})
+
+
+def _refused_fp16(s: Any) -> Iterator[tuple[str, str]]:
+    if s.master_weights != "fp32":
+        yield "mixed_precision master_weights", "FP16 needs FP32 master weights; drop one of the two"
+    if s.grad_reduce_dtype != "fp32":
+        reason = "gradients of FP16 are summed in FP32 only; drop one of the two"
+        yield "mixed_precision grad_reduce_dtype", reason
+    if s.sharding_mode in DEEPSPEED_MODES:
+        reason = "DeepSpeed has a loss scale of its own; choose ddp, fsdp_full, fsdp_grad or hsdp, or bf16"
+        yield "mixed_precision sharding_mode", reason
 
 
 def model_rules(s: Any) -> Iterator[tuple[str, str]]:

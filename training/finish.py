@@ -119,6 +119,7 @@ def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> 
         **prepared.resolved.precision.as_dict(),
         "steps": progress.step,
         "skipped_steps": progress.skipped_steps,
+        "overflow_steps": progress.overflow_steps,
         "tokens": progress.real_tokens,
         "label_tokens": progress.label_tokens,
         "train_loss": losses[-1] if losses else None,

@@ -10,6 +10,7 @@ from typing import Any
 
 from fp8_suite.core.errors import EXIT_FAILED, UserError
 from fp8_suite.training.checkpoint.progress import Progress
+from fp8_suite.training.optim.loss_scale import MINIMUM_SCALE
 from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.step import Stack, StepResult
 
@@ -43,7 +44,8 @@ class StepGuard:
         """Read the outcomes of all steps, or all but the newest.
 
         Return whether any rank received a stop signal, and whether a save was due on any by time.
-        Raises NonFinite after --max_skipped_steps skipped steps in a row.
+        Raises NonFinite after --max_skipped_steps skipped steps in a row. Those that lower the loss scale of
+        FP16 do not raise it.
         """
         stop = save = False
         while len(self._unread) > (0 if all_steps else 1):
@@ -52,7 +54,7 @@ class StepGuard:
             applied, stop_requested, save_due, norm = result.read_flags()
             stop, save = stop or stop_requested > 0, save or save_due > 0
             if applied:
-                self.progress.skipped_in_a_row = 0
+                self.progress.skipped_in_a_row = self.progress.overflows_in_a_row = 0
                 self._warn_of_spike(step, norm)
             else:
                 self._skip(step, result)
@@ -74,6 +76,15 @@ class StepGuard:
         progress.skipped_steps += 1
         self.stack.scaling.scrub()
         loss, norm = result.loss.item(), result.grad_norm.item()
+        scale = MINIMUM_SCALE if result.loss_scale is None else result.loss_scale.item()
+        if math.isfinite(loss) and not math.isfinite(norm) and scale > MINIMUM_SCALE:
+            progress.overflow_steps += 1
+            progress.overflows_in_a_row += 1
+            self.warn(
+                f"step {step} skipped: FP16 overflow at loss scale {scale:,.0f}, which is halved "
+                f"({progress.skipped_steps} skipped so far)"
+            )
+            return
         # Steps without label tokens are skipped too; their loss and norm are finite.
         finite = math.isfinite(loss) and math.isfinite(norm)
         reason = "no label tokens" if finite else "non-finite"
@@ -82,20 +93,26 @@ class StepGuard:
             f"{progress.skipped_steps} skipped so far)"
         )
         none_applied = not finite and progress.skipped_steps == step == self.stack.total_steps
-        if none_applied or progress.skipped_in_a_row >= self.cfg.max_skipped_steps:
-            raise self._too_many_skipped(step, without_labels=finite)
+        failed_in_a_row = progress.skipped_in_a_row - progress.overflows_in_a_row
+        if none_applied or failed_in_a_row >= self.cfg.max_skipped_steps:
+            raise self._too_many_skipped(step, failed_in_a_row, without_labels=finite)
 
-    def _too_many_skipped(self, step: int, *, without_labels: bool) -> NonFinite:
+    def _too_many_skipped(self, step: int, in_a_row: int, *, without_labels: bool) -> NonFinite:
         lack, advice = "finite loss and gradient", f"{RETRY}, or look"
         if without_labels:
             lack, advice = "label tokens", "look"
+        elif self.stack.strategy.loss_scale:
+            advice = (
+                "values exceed FP16's 65,504 even without a loss scale: use --mixed_precision bf16, or fp32 "
+                "on a GPU without BF16; if that fails too, lower --learning_rate, or look"
+            )
         elif self.progress.skipped_steps == step:
             advice = (
                 "no step was ever applied: the weights of --model_name may be damaged; if not, try "
                 "--mixed_precision bf16, or look"
             )
         return self._error(
-            f"{self.progress.skipped_in_a_row} steps in a row had no {lack} (--max_skipped_steps "
+            f"{in_a_row} steps in a row had no {lack} (--max_skipped_steps "
             f"{self.cfg.max_skipped_steps}); {advice} at the data near step {step}",
             flags=["max_skipped_steps"],
         )

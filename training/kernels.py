@@ -68,7 +68,7 @@ class OptionalKernel:
 def _flash_attention_applies(run: KernelInputs) -> bool:
     if run.precision.te_backend == "emulated" or (run.native and flash_attention.set_by_user()):
         return False
-    supported = run.cfg.precision.mixed_precision != "fp32" and run.shape is not None
+    supported = run.cfg.precision.mixed_precision in ("bf16", "fp8") and run.shape is not None
     enabled = run.cfg.model.flash_attention and supported
     return enabled and flash_attention.why_not(run.shape.head_dim) is None
 

@@ -87,7 +87,7 @@ class Observers(Hooks):
     def _record_first_step(self) -> None:
         """Record FP8 coverage, attention backend and time to the first step in env.json."""
         cfg, precision = self.prepared.cfg, self.prepared.resolved.precision
-        covered = coverage(self.assembly.model, "fp32" if precision.effective == "fp32" else "bf16")
+        covered = coverage(self.assembly.model, "bf16" if precision.fp8 else precision.effective)
         backend = te_runtime.attention_backend() if cfg.model.use_te else self.assembly.model.attention
         self.environment |= {
             "coverage": asdict(covered),

@@ -34,6 +34,8 @@ def restore(prepared: PreparedRun, loaders: Loaders, assembly: Assembly) -> tupl
     if prepared.resume:
         prepared.watchdog.starting("restoring the checkpoint")
         saved = restore_run(prepared.checkpoints, prepared.resume, state)
+        if prepared.strategy.loss_scale:
+            prepared.strategy.loss_scale.load(state.progress.loss_scale)
         evaluated = _restore_evaluations(prepared, loaders.eval_fingerprint, state.progress)
         if not _same_training_config(prepared):
             state.progress.rates = {}

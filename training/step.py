@@ -42,6 +42,7 @@ class StepResult:
     loss: Tensor  # mean over the global batch's label tokens, float32 scalar
     grad_norm: Tensor  # before clipping, float32 scalar
     learning_rate: float
+    loss_scale: Tensor | None  # used in this step; None unless in FP16
     # Waits for this step only. Returns [applied, stop requested and save due on any rank, gradient norm].
     read_flags: Callable[[], list[float]]
 
@@ -83,10 +84,11 @@ def train_step(
     stack.heartbeat(f"waiting for step {done + 1}")
     usable = loss.isfinite() & (label_tokens > 0)
     stack.before_update()
+    loss_scale = strategy.loss_scale and strategy.loss_scale.value
     outcome = strategy.step(stack.wrapped, optimizer, usable=usable, max_norm=max_grad_norm)
     flags = outcome.applied, stop, save, outcome.grad_norm  # offloading strategies have them on the CPU
     read_flags = copy_to_host_async(torch.stack([flag.to(strategy.device, torch.float32) for flag in flags]))
-    return StepResult(loss, outcome.grad_norm, learning_rate, read_flags)
+    return StepResult(loss, outcome.grad_norm, learning_rate, loss_scale, read_flags)
 
 
 def copy_to_host_async(values: Tensor) -> Callable[[], list[float]]:

@@ -218,6 +218,8 @@ class Trainer:
             "train/epoch": self._epoch(),
             "train/skipped_steps": progress.skipped_steps,
         }
+        if result.loss_scale is not None:
+            metrics["train/loss_scale"] = result.loss_scale.item()
         done = progress.step - meter.steps - self.first_step + 1  # steps of this launch before the interval
         # A launch too short to warm up counts all its steps.
         warm = done >= WARMUP_STEPS or self.total_steps < self.first_step + WARMUP_STEPS
@@ -284,6 +286,8 @@ class Trainer:
             setattr(progress, name, getattr(progress, name) + count)
             self._unsaved_counts[name] = 0
         progress.rates = self._rates()
+        if loss_scale := self.stack.strategy.loss_scale:
+            progress.loss_scale = loss_scale.state()
         evaluated, metrics = self.last_eval
         with self.wall_time.phase("saving"):
             self.saver.save(step, metrics["eval/loss"] if evaluated == step else None)

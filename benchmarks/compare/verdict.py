@@ -129,8 +129,12 @@ def _notes_on_runs(planned: list[VariantRun], records: Records, failures: Failur
     machines = sorted({provenance(record, date=False) for record in records.values()})
     warning = "MACHINES OR VERSIONS DIFFER, so speeds may not be comparable: "
     notes.append(f"{warning if len(machines) > 1 else 'All runs: '}{'; '.join(machines)}.")
-    skipped = {name: record.value("skipped_steps") for name, record in records.items()}
-    notes += [f"{name} skipped {n} steps: non-finite loss or gradient." for name, n in skipped.items() if n]
+    for name, record in records.items():
+        skipped, overflows = ((record.value(f"{kind}_steps") or 0) for kind in ("skipped", "overflow"))
+        if failed := skipped - overflows:
+            notes.append(f"{name} skipped {failed} steps: non-finite loss or gradient.")
+        if overflows:
+            notes.append(f"{name} skipped {overflows} steps to lower its FP16 loss scale.")
     notes += [f"{name} did not finish: {outcome.reason}." for name, outcome in failures.items()]
     layers = {run.name: "TE" if run.cfg.model.use_te else "Hugging Face" for run in planned}
     for run in planned:

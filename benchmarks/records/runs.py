@@ -63,7 +63,8 @@ FROM_WALL_TIME = {
     "node_hours": ("node_seconds", 3600),
 }
 # Values of summary.json and env.json that a report calculates with.
-NUMBERS = {*FROM_METRICS, *FROM_WALL_TIME, "steps", "gpus", "world_size", "nodes", "skipped_steps"}
+NUMBERS = {*FROM_METRICS, *FROM_WALL_TIME, "steps", "gpus", "world_size", "nodes"}
+NUMBERS |= {"skipped_steps", "overflow_steps"}
 OBJECTS = {"versions", "git", "coverage", "data", "wall_seconds_by_kind"}
 SPEED = frozenset(map(summary_name, (*RATES, *WALL_RATES))) - {"data_wait_share"}
 
@@ -166,7 +167,7 @@ class RunRecord:
 
     @property
     def precision(self) -> str | None:
-        """FP8 recipe, or bf16; with --precision_map, all FP8 recipes in use, largest GEMM share first."""
+        """Recipe, bf16, fp16 or fp32; with --precision_map, all recipes in use, largest GEMM share first."""
         recipe = self.value("recipe") or self.value("mixed_precision")
         if not self.config.get("precision_map"):
             return recipe

@@ -21,6 +21,8 @@ _HF = {"use_te": False, "te_backend": "auto", "fp8_fallback": "error"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": _TE | {"mixed_precision": "bf16", "fp8_scenario": "default"},
     "bf16_hf": _HF | {"mixed_precision": "bf16", "fp8_scenario": "default"},
+    "fp16": _TE | {"mixed_precision": "fp16", "fp8_scenario": "default"},
+    "fp16_hf": _HF | {"mixed_precision": "fp16", "fp8_scenario": "default"},
     **{name: _TE | {"mixed_precision": "fp8", "fp8_scenario": name} for name in TE_RECIPES},
     **{name: _HF | {"mixed_precision": "fp8", "fp8_scenario": name} for name in TORCHAO_RECIPES},
 }
@@ -57,14 +59,16 @@ class Variant:
 def parse_variants(words: list[str], *, flag: str = "--variants") -> list[Variant]:
     """Parse `bf16,delayed,current+moment_dtype=bf16`; several words form one list.
 
-    Values may contain commas, so a comma separates only where a variant's name follows. `bf16` uses TE layers
-    if the list has a TE recipe or bf16_hf, else Hugging Face layers. UserError for an unknown or duplicate
-    variant, or for a setting that a variant must not change.
+    Values may contain commas, so a comma separates only where a variant's name follows, and
+    `moment_dtype=fp8,fp16` is one value. `bf16` uses TE layers if the list has fp16, a TE recipe or bf16_hf,
+    else Hugging Face layers. UserError for an unknown or duplicate variant, or for a setting that a variant
+    must not change.
     """
-    separator = rf",(?=(?:{'|'.join(VARIANTS)})(?:[+,]|$))"
+    in_moments = r"(?!(?:(?<=moment_dtype=fp8,)|(?<=moment_dtype=\w{4},))fp16(?:[+,]|$))"
+    separator = rf",{in_moments}(?=(?:{'|'.join(VARIANTS)})(?:[+,]|$))"
     names = [name for word in words for name in re.split(separator, word) if name]
     recipes = [name.split("+")[0] for name in names]
-    te_layers = "bf16_hf" in recipes or any(recipe in TE_RECIPES for recipe in recipes)
+    te_layers = "bf16_hf" in recipes or any(recipe in ("fp16", *TE_RECIPES) for recipe in recipes)
     variants = [_parse(name, te_layers, flag) for name in names]
     if not variants:
         raise bad_input(f"{flag}: no variant given; choose from {', '.join(VARIANTS)}")

@@ -77,11 +77,17 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _accumulate(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, *, only: bool) -> Tensor:
-    """Add grad_logits.T @ hidden [V, D] to `total`, in float32 unless this is the only chunk."""
-    if only:
+    """Add grad_logits.T @ hidden [V, D] to `total`, in float32 unless this is the only chunk.
+
+    In FP16 it is always float32: a sum over tokens may overflow, and the loss scale comes only in backward.
+    """
+    if only and hidden.dtype != torch.float16:
         return grad_logits.T @ hidden
     if grad_logits.dtype == torch.float32 or not grad_logits.is_cuda:
-        part = (grad_logits.T @ hidden).float()
+        if hidden.dtype == torch.float16:
+            grad_logits, hidden = grad_logits.float(), hidden.float()
+        with torch.autocast("cpu", enabled=False):
+            part = (grad_logits.T @ hidden).float()
         return part if total is None else total.add_(part)
     if total is None:
         return torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)

@@ -4,7 +4,7 @@ transformers separates packed samples by a block-diagonal mask [B, 1, S, S], whi
 support. `packed_attention` reads the sequence boundaries (`cu_seqlens`) instead. It runs in
 
 - FlashAttention 4 if the run uses it (self-tested by `training.kernels`, see `kernels.flash_attention`);
-- otherwise torch's FlashAttention 2 on a GPU, for 16-bit inputs and head sizes that it supports;
+- otherwise torch's FlashAttention 2 on Ampere and later, for 16-bit inputs and head sizes that it supports;
 - otherwise plain PyTorch in float32, which is also the reference in tests.
 
 `install_packed_attention` installs it only if a trial forward pass shows plain causal attention. Models with
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fp8_suite.core.gpus import AMPERE
 from fp8_suite.te_models.kernels import flash_attention
 from torch import Tensor, nn
 
@@ -48,6 +49,8 @@ def why_no_kernel(q: Tensor) -> str | None:
     """Return why flash kernels do not support queries such as `q` [..., K], or None."""
     if q.device.type != "cuda":
         return f"no kernel for {q.device.type}"
+    if torch.cuda.get_device_capability(q.device) < AMPERE:
+        return "no kernel for GPUs older than Ampere"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"no kernel for {q.dtype}"
     if q.shape[-1] % 8 or q.shape[-1] > 256:

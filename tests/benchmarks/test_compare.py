@@ -91,7 +91,8 @@ def write(run, loss, *, start=8.0, summary=None, environment=None, change=None, 
     values = [9.0] * 18 + [loss - 0.1, loss + 0.1]
     lines += [{"step": step, "train/loss": value} for step, value in enumerate(values, 1)]
     known = {name: settings[name] for name in ("use_te", "mixed_precision")}
-    known |= {"recipe": "bf16" if settings["mixed_precision"] == "bf16" else settings["fp8_scenario"]}
+    recipe = settings["fp8_scenario"] if settings["mixed_precision"] == "fp8" else settings["mixed_precision"]
+    known |= {"recipe": recipe}
     known |= {"steps": 20, "label_tokens": 5000, "eval_label_tokens": 300, "eval_loss": 2.5, "world_size": 1}
     known |= {"tokens_per_second": 1000.0, "gpu_hours": 0.5, "gpus": 1, "emulated": False}
     environment = H200 | (environment or {})
@@ -272,6 +273,7 @@ def test_what_follows_from_a_seed_or_the_split_of_a_batch_may_differ(tmp_path):
         ("tensorwise,delayed,bf16_hf,bf16", ["bf16_hf", "bf16", "bf16", None]),
         ("bf16,tensorwise,delayed", [None, "bf16", "bf16"]),
         ("bf16_hf,tensorwise", [None, "bf16_hf"]),
+        ("bf16,fp16,bf16_hf,fp16_hf", [None, "bf16", "bf16", "bf16_hf"]),
     ],
 )
 def test_each_variant_s_baseline_has_its_layers_if_possible(tmp_path, variants, baselines):

@@ -31,6 +31,21 @@ def test_a_value_may_hold_commas(tmp_path):
     assert Path(cfg.checkpoint.output_dir).parent == tmp_path / "runs"
 
 
+def test_fp16_is_a_variant_except_in_a_pair_of_moments():
+    names = [
+        "bf16",
+        "delayed+moment_dtype=fp8,fp16",
+        "current+moment_dtype=fp8",
+        "tensorwise",
+        "fp16",
+        "fp16_hf",
+    ]
+    variants = parse_variants([",".join(names)])
+    assert [variant.name for variant in variants] == names
+    assert [variant.uses_te for variant in variants] == [True, True, True, False, True, False]
+    assert all(variant.uses_te for variant in parse_variants(["bf16,fp16"]))
+
+
 def test_a_command_line_restores_the_settings():
     settings = {"model_name": "-x", "packing": False, "compile": False, "eval_at_start": True, "max_steps": 3}
     cfg = config_from_dict(settings | {"system_prompt": "two words\n'quoted'", "learning_rate": 3e-5})

@@ -72,6 +72,19 @@ def test_softmax_is_computed_in_fp32_from_bf16_logits_and_stays_finite():
     assert linear_cross_entropy(h, w, torch.tensor([0, 1, -100, 0])).loss.item() == pytest.approx(1200.0)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_in_fp16_a_head_s_gradient_may_exceed_its_range_before_it_is_scaled(autocast):
+    """Backward divides the sum over tokens by their number."""
+    h, w, labels = torch.full((4000, 16), 40.0), torch.zeros(50, 16), torch.zeros(4000, dtype=torch.int64)
+    h, w = (t if autocast else t.half() for t in (h, w))
+    w.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
+        loss = linear_cross_entropy(h, w, labels).loss
+    (loss / len(h)).backward()
+    expected = torch.cat([torch.full((1, 16), -40.0 * 49 / 50), torch.full((49, 16), 40.0 / 50)])
+    torch.testing.assert_close(w.grad.float(), expected, rtol=1e-3, atol=0)
+
+
 def test_chunks_are_summed_in_fp32(monkeypatch):
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 1)
     h, w, labels = case(tokens=128 * 30)

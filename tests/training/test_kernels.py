@@ -83,6 +83,7 @@ def choose(tests=None, backend="native", recipe="delayed", device="cpu", *, warm
         ({"backend": "emulated", "te_backend": "emulated"}, set()),
         ({"backend": None, "recipe": "tensorwise"}, {"flash_attention"}),
         ({"backend": None, "recipe": "fp32", "mixed_precision": "fp32"}, set()),
+        ({"backend": None, "recipe": "fp16", "mixed_precision": "fp16"}, set()),
         ({"fp8_lm_head": True, "device": "cuda"}, OF_TE | {"flash_attention", "swiglu", "fp8_lm_head"}),
     ],
 )

@@ -30,6 +30,7 @@ from fp8_suite.training import outcome, trainer
 from fp8_suite.training.checkpoint import progress
 from fp8_suite.training.checkpoint.resume import count_steps
 from fp8_suite.training.config import config_from_dict, parse_config
+from fp8_suite.training.optim import loss_scale
 from fp8_suite.training.run import main
 from fp8_suite.training.tracking.metrics import WALL_TIME_KINDS
 from safetensors.torch import load_file
@@ -169,6 +170,24 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(finished, tmp_pat
     assert same_bits(exported(again), exported(finished)) and same_bits(saved(again, 8), saved(finished, 8))
     meta, remeta = (record(f, "checkpoints/step_000008/meta.json") for f in (finished, again))
     assert all(meta[name] == remeta[name] for name in ("loader", "optimizer_steps"))
+
+
+def test_a_run_in_fp16_follows_fp32_and_resumes_bit_by_bit_with_its_loss_scale(tmp_path, monkeypatch):
+    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**10)
+    exact = curve(train(tmp_path / "fp32", "--max_steps 8 --no_export"))
+    te = "--mixed_precision fp16 --use_te --no_export"
+    whole = train(tmp_path / "whole", f"{te} {EIGHT_STEPS}")
+    losses, scales = curve(whole), curve(whole, "train/loss_scale")
+    assert losses == pytest.approx(exact, rel=2e-3) and losses != exact
+    assert list(scales.values()) == [2**10] * 3 + [2**11] * 3 + [2**12] * 2
+    resumed = train(tmp_path / "resumed", f"{te} {EIGHT_STEPS} --resume {whole}/checkpoints/step_000004")
+    for name, values in (("train/loss", losses), ("train/loss_scale", scales)):
+        assert curve(resumed, name) == {step: value for step, value in values.items() if step > 4}
+    assert same_bits(saved(resumed, 8), saved(whole, 8))
+    states = [record(folder / "checkpoints/step_000008", "meta.json") for folder in (whole, resumed)]
+    assert states[0]["progress"]["loss_scale"] == {"scale": 2**12, "good_steps": 2}
+    assert states[1]["progress"]["loss_scale"] == states[0]["progress"]["loss_scale"]
 
 
 def test_te_layers_are_restored_without_loading_the_model_s_weights_first(tmp_path, monkeypatch):

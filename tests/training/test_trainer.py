@@ -149,7 +149,7 @@ def trainer(
     stack = Stack(
         model,
         torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True),
-        Strategy("single", torch.device("cpu"), config_from_dict({})),
+        Strategy("single", torch.device("cpu"), cfg),
         torch.enable_grad,
         learning_rate=lambda step: learning_rate(step, cfg.optim, total_steps),
         total_steps=total_steps,
@@ -303,6 +303,43 @@ def test_steps_skipped_in_a_row_stop_the_run(calls, skipped, stops_at, message):
     with pytest.raises(NonFinite, match=message):
         made.train()
     assert made.progress.step == stops_at
+
+
+class ScaledGradient(Bigram):
+    """Rounds a multiple of its gradient to FP16; it overflows until the loss scale is small enough."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.table.weight.register_hook(lambda gradient: (gradient * factor).half().float() / factor)
+
+
+def test_steps_that_overflow_lower_the_loss_scale_and_do_not_stop_the_run():
+    """The steps after them are those of a run in FP32."""
+    skips = 8  # follows from the largest gradient
+    schedule = {"lr_scheduler": "constant", "num_warmup_steps": 0}
+    exact, expected = trainer(total_steps=6, **schedule)
+    fp16 = {"model": ScaledGradient(2000.0), "mixed_precision": "fp16", "max_skipped_steps": 2}
+    made, record = trainer(total_steps=6 + skips, **fp16, **schedule)
+    exact.train()
+    made.train()
+    assert made.progress.skipped_steps == made.progress.overflow_steps == skips
+    assert made.progress.skipped_in_a_row == 0
+    halved = [2.0 ** (16 - step) for step in range(skips)]
+    assert record.series("train/loss_scale") == [*halved, *[2.0 ** (16 - skips)] * 6]
+    assert made.progress.loss_scale == {"scale": 2.0 ** (16 - skips), "good_steps": 6}
+    assert all("FP16 overflow at loss scale" in message for message in record.messages)
+    losses = record.series("train/loss")[skips:]
+    assert losses == pytest.approx(expected.series("train/loss"), rel=1e-4)
+    norms = record.series("train/grad_norm")[skips:]
+    assert norms == pytest.approx(expected.series("train/grad_norm"), rel=1e-3)
+
+
+def test_a_gradient_that_overflows_at_every_loss_scale_stops_the_run():
+    made, _ = trainer(total_steps=99, model=ScaledGradient(1e9), mixed_precision="fp16")
+    with pytest.raises(NonFinite, match=r"5 steps in a row .*FP16's 65,504"):
+        made.train()
+    assert made.progress.step == 16 + 5
+    assert made.progress.overflow_steps == 16 and made.stack.strategy.loss_scale.value == 1
 
 
 def test_a_run_whose_final_weights_have_no_finite_eval_loss_is_saved_and_fails():

@@ -28,6 +28,9 @@ class Progress:
     label_tokens: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0  # up to the last step
+    overflow_steps: int = 0  # skipped steps that lowered the loss scale of FP16
+    overflows_in_a_row: int = 0  # of skipped_in_a_row
+    loss_scale: dict[str, float] = field(default_factory=dict)  # of FP16, see `LossScale`
     train_seconds: float = 0.0  # time in steps, including waiting for data
     wall_seconds: float = 0.0  # including start-up and evaluation
     seconds_by_kind: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WALL_TIME_KINDS, 0.0))

@@ -99,6 +99,7 @@ def check_gpus() -> Iterator[Finding]:
         gpu = torch.cuda.get_device_properties(i)
         text = f"{i}: {gpu.name}, compute capability {gpu.major}.{gpu.minor}, "
         text += "" if (gpu.major, gpu.minor) >= (8, 9) else "without FP8 tensor cores (8.9 has them), "
+        text += "" if gpu.major >= 8 else "without BF16 (use --mixed_precision fp16), "
         try:
             free, total = torch.cuda.mem_get_info(i)
             torch.ones(8, device=f"cuda:{i}").add_(1).sum().item()

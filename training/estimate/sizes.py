@@ -217,8 +217,8 @@ def why_unpredicted(cfg: Config, mode: str) -> tuple[dict[str, Any], str] | None
     rules = [
         (model.te_backend == "emulated", {"te_backend": "emulated"}, "predictions cover GPUs only; drop it"),
         (
-            cfg.precision.mixed_precision == "fp32",
-            {"mixed_precision": "fp32"},
+            cfg.precision.mixed_precision in ("fp16", "fp32"),
+            {"mixed_precision": cfg.precision.mixed_precision},
             "predictions cover bf16 and fp8",
         ),
         (precision_map, {"precision_map": precision_map}, layers_apart),

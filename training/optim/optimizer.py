@@ -2,7 +2,7 @@
 
 BF16 spacing at a weight of 0.02 is 6e-5, so an update of 1e-5 is lost; training needs FP32 master weights. On
 a GPU each BF16 weight has a 16-bit remainder, and both together are the exact FP32 weight (`adamw`).
-Otherwise the parameters are FP32; DeepSpeed has BF16 parameters and its own masters.
+Otherwise, and in FP16, the parameters are FP32; DeepSpeed has BF16 parameters and its own masters.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def choose_optimizer(cfg: Config, mode: str, *, on_gpu: bool) -> OptimizerSpec:
     """
     settings, engine = cfg.precision, MODES[mode].engine
     stored = parse_moment_dtype(settings.moment_dtype)
-    masters, full = settings.master_weights == "fp32", settings.mixed_precision == "fp32"
+    masters = settings.master_weights == "fp32"
+    # FP16 is no half of FP32: its runs keep the FP32 weights, and cast them in each forward pass.
+    full = settings.mixed_precision in ("fp16", "fp32")
     offload = cfg.sharding.offload_optimizer and engine != "zero"
     if on_gpu and not full and engine != "zero":
         in_shards = cfg.sharding.fp8_all_gather and cfg.model.use_te and engine == "fsdp"

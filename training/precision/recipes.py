@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from fp8_suite.core.errors import UserError, bad_setting
+from fp8_suite.core.gpus import AMPERE
 from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES
 from fp8_suite.te_models.backend import Backend, te_module
 from fp8_suite.te_models.precision.recipes import describe_gpu, make_recipe, why_not
@@ -22,7 +23,7 @@ NATIVE_ONLY_SETTINGS = ("fp8_weights", "fp8_fast_accumulation")
 class Precision:
     """Requested and effective precision, recorded in env.json, the W&B config, summary.json and checkpoints.
 
-    `requested` and `effective` are "bf16", "fp32" or a name in RECIPES.
+    `requested` and `effective` are "bf16", "fp16", "fp32" or a name in RECIPES.
     """
 
     requested: str
@@ -40,6 +41,11 @@ class Precision:
     def fp8(self) -> bool:
         """True if GEMMs run in a recipe."""
         return self.effective in RECIPES
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of activations and of GEMMs that do not run in FP8."""
+        return {"fp32": torch.float32, "fp16": torch.float16}.get(self.effective, torch.bfloat16)
 
     @property
     def in_use(self) -> set[str]:
@@ -81,6 +87,9 @@ class Precision:
 def resolve_precision(cfg: Config) -> Precision:
     """Choose the effective precision. UserError if the requested one cannot run and may not fall back."""
     name, backend = cfg.precision.mixed_precision, resolve_backend(cfg)
+    if name == "bf16" and torch.cuda.is_available() and torch.cuda.get_device_capability() < AMPERE:
+        reason = f"needs compute capability 8.0 (this GPU: {describe_gpu()}); use fp16"
+        raise bad_setting(reason, mixed_precision="bf16")
     if name != "fp8":
         return Precision(name, name, te_backend=backend, emulated=backend == "emulated")
     if backend is None:
@@ -147,7 +156,7 @@ def build_autocast(
     def autocast() -> AbstractContextManager:
         contexts = ExitStack()
         if precision.effective != "fp32" and parameter_dtype == torch.float32:
-            contexts.enter_context(torch.autocast(device.type, dtype=torch.bfloat16))
+            contexts.enter_context(torch.autocast(device.type, dtype=precision.compute_dtype))
         if precision.te_recipe is not None:
             te = te_module(precision.te_backend)
             contexts.enter_context(te.autocast(enabled=True, recipe=precision.te_recipe))

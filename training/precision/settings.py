@@ -20,7 +20,9 @@ MOMENT_DTYPES = ("fp32", "bf16", "fp16", "fp8")
 class PrecisionConfig(Section):
     """precision of GEMMs, master weights and moments"""
 
-    mixed_precision: Literal["bf16", "fp8", "fp32"] = setting("bf16", "precision of the GEMMs")
+    mixed_precision: Literal["bf16", "fp8", "fp16", "fp32"] = setting(
+        "bf16", "precision of the GEMMs; fp16 scales the loss dynamically"
+    )
     fp8_scenario: Literal[("default", *RECIPES)] = setting(
         "default", "FP8 recipe; default: delayed with --use_te, else tensorwise (torchao)"
     )

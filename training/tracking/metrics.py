@@ -24,6 +24,7 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "train/loss": Metric("train loss", "{:.4f}", "last", "loss {:.4f}"),
     "train/grad_norm": Metric("gradient norm", "{:.3g}", terminal="grad norm {:.3g}"),
+    "train/loss_scale": Metric("loss scale", "{:,.0f}", "last"),
     "train/learning_rate": Metric("learning rate", "{:.2e}", terminal="lr {:.2e}"),
     "eval/loss": Metric("eval loss", "{:.4f}", "last"),
     "eval/perplexity": Metric("perplexity", "{:.2f}", "last"),

@@ -390,16 +390,22 @@ def spoil_two_steps(folder: Path, spoiled: int, rank: int) -> None:
     HFCausalLM.forward = spoil
 
 
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(tmp_path):
-    flags = "--max_steps 6 --save_interval 0 --eval_interval 0"
+@pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-5), ("fp16", 1e-3)])
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(precision, rel, tmp_path):
+    """In FP16 the infinite gradient of step 4 halves the loss scale, the loss of step 2 does not."""
+    flags = f"--max_steps 6 --save_interval 0 --eval_interval 0 --mixed_precision {precision}"
+    accumulation = " --batch_size 1 --gradient_accumulation_steps 2" * (precision == "fp16")
     one = train(
         tmp_path / "one", f"{flags} --batch_size 4", ranks=1, patch=partial(spoil_two_steps, tmp_path, 0)
     )
     for mode in ("ddp", "fsdp_full"):
         patch = partial(spoil_two_steps, tmp_path, 1)
-        folder = train(tmp_path / mode, f"{flags} --sharding_mode {mode}", patch=patch).folder
-        same_run(folder, one.folder, skipped=(2, 4))
+        folder = train(tmp_path / mode, f"{flags} --sharding_mode {mode}{accumulation}", patch=patch).folder
+        same_run(folder, one.folder, rel=rel, skipped=(2, 4))
         assert summary(folder)["skipped_steps"] == 2
+        if precision == "fp16":
+            assert summary(folder)["overflow_steps"] == 1
+            assert list(curve(folder, "train/loss_scale").values()) == [2**16] * 4 + [2**15] * 2
         assert json.loads((checkpoint(folder, 6) / "meta.json").read_text())["optimizer_steps"] == 4
         first, second = (torch.load(tmp_path / f"weights{rank}.pt") for rank in range(2))
         assert same_bits(first, second)

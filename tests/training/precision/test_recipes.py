@@ -13,6 +13,7 @@ from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
 from fp8_suite.core.packages import ROOT
 from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.te_models.emulation import recipes as emulated
+from fp8_suite.te_models.kernels.packed_attention import why_no_kernel
 from fp8_suite.te_models.precision import recipes as te
 from fp8_suite.te_models.precision import te_runtime
 from fp8_suite.training.config import Config, all_settings, config_from_dict
@@ -107,6 +108,21 @@ def test_a_gpu_without_fp8_or_without_te_is_refused_with_the_way_out(monkeypatch
     monkeypatch.setattr(te_runtime, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install --no-build-isolation -r requirements-gpu\.txt"):
         precision.resolve_precision(settings(**TE_FP8))
+
+
+def test_a_gpu_without_bf16_is_told_to_use_fp16(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "test GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    with pytest.raises(UserError, match=r"8\.0.*fp16") as refused:
+        precision.resolve_precision(settings())
+    assert refused.value.flags == {"mixed_precision"}
+    resolved = precision.resolve_precision(settings(mixed_precision="fp16"))
+    assert (resolved.effective, resolved.compute_dtype) == ("fp16", torch.float16)
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 64))
+    assert "Ampere" in why_no_kernel(query), "FlashAttention 2 needs it too"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    assert why_no_kernel(query) is None and precision.resolve_precision(settings()).effective == "bf16"
 
 
 def test_a_recipe_falls_back_with_a_reason_or_stops(monkeypatch):
