@@ -60,6 +60,8 @@ class RecipeSpec:
     fp8_all_gather: bool = False
     # TE can hold a weight as one FP8 tensor with one scale (--fp8_weights).
     fp8_weights: bool = False
+    # TE can hold a frozen weight in FP8 without its transpose (--fp8_weights with --lora_rank).
+    frozen_fp8_weights: bool = False
     # Gradients of weights (wgrad) are computed in BF16, one of three GEMMs.
     bf16_wgrad: bool = False
     costs: StepCosts
@@ -115,6 +117,7 @@ RECIPES: dict[str, RecipeSpec] = {
         settings=_PER_TENSOR | _DELAYED,
         stateful=True,
         fp8_weights=True,
+        frozen_fp8_weights=True,
         te_class="DelayedScaling",
         make=_delayed,
         probe="is_fp8_available",
@@ -124,6 +127,7 @@ RECIPES: dict[str, RecipeSpec] = {
         settings=_PER_TENSOR,
         fp8_all_gather=True,
         fp8_weights=True,
+        frozen_fp8_weights=True,
         te_class="Float8CurrentScaling",
         make=_current,
         probe="is_fp8_available",
@@ -133,6 +137,7 @@ RECIPES: dict[str, RecipeSpec] = {
         settings=_FP32_SCALES,
         token_multiple=128,
         feature_multiple=128,
+        frozen_fp8_weights=True,
         architectures=("Hopper", "Blackwell", "RTX Blackwell"),
         te_class="Float8BlockScaling",
         make=_block,

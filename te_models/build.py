@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from fp8_suite.core.errors import bad_setting, first_line
 from fp8_suite.te_models.decoder import TECausalLM
 from fp8_suite.te_models.dependence import refuse_dependent_samples
+from fp8_suite.te_models.fp8_weights import frozen_in_fp8
 from fp8_suite.te_models.hugging_face import HFCausalLM, hf_state, materialize, parameters_on_meta
 from fp8_suite.te_models.lora.adapters import adapt_hf, initial_values, is_adapter
 from fp8_suite.te_models.options import BuildOptions
@@ -50,10 +53,12 @@ def build_te(spec: ModelSpec, options: BuildOptions) -> TECausalLM:
     if options.shard:
         options.shard(model)
         model.cache_fp8_weights_under_fsdp()
-    model.materialize()
+    frozen = options.native.frozen_recipe
+    model.materialize(layers=frozen is None)
     if options.load_weights:
         source = weight_source(spec, seed=options.seed, device=options.device)
-        load_te(model, source, options.split_master)
+        loading = partial(frozen_in_fp8, recipe=frozen, device=options.device) if frozen else nullcontext
+        load_te(model, source, options.split_master, loading)
         _initialize_adapters(model, options)
         return model
     with torch.no_grad():

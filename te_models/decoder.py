@@ -156,9 +156,13 @@ class TECausalLM(nn.Module):
         if self.tied:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def materialize(self) -> TECausalLM:
-        """Allocate uninitialized parameters (or shards) and compute the RoPE tables."""
-        self.to_empty(device=self.options.device)
+    def materialize(self, *, layers: bool = True) -> TECausalLM:
+        """Allocate uninitialized parameters (or shards) and compute the RoPE tables.
+
+        Without `layers`, those stay on the meta device; the model must not be sharded.
+        """
+        for module in (self,) if layers else (self.embed_tokens, self.norm, self.lm_head):
+            module.to_empty(device=self.options.device)
         self.tie()  # to_empty() unties
         self.set_max_positions(self.options.max_positions)
         return self

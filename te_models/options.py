@@ -21,6 +21,7 @@ class NativeOptions:
     cache_fp8_weights: bool = False
     fuse_gradient_sums: bool = False  # wgrad GEMMs accumulate in `main_grad`: `training.optim.accumulation`
     weight_recipe: Any = None  # recipe of FP8 primary weights, see `fp8_weights.quantize_shards`
+    frozen_recipe: Any = None  # recipe of frozen FP8 weights, see `fp8_weights.frozen_in_fp8`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -323,10 +324,15 @@ def fill_named(parameters: Mapping[str, Tensor], source: WeightSource, split: Sp
 
 
 @torch.no_grad()
-def load_te(model: nn.Module, source: WeightSource, split: Split | None = None) -> None:
+def load_te(
+    model: nn.Module,
+    source: WeightSource,
+    split: Split | None = None,
+    loading: Callable[[nn.Module], AbstractContextManager] = nullcontext,
+) -> None:
     """Fill a TECausalLM from Hugging Face tensors, cast to the parameters' dtype; see `require` and `_fill`.
 
-    Each rank of a sharded model reads only the rows of its own shards.
+    Each rank of a sharded model reads only the rows of its own shards. `loading` is entered for each layer.
     """
     shapes = source.shapes()
     for i, layer in enumerate(model.layers):
@@ -335,8 +341,9 @@ def load_te(model: nn.Module, source: WeightSource, split: Split | None = None) 
             {key: shape for key, shape in shapes.items() if key.startswith(prefix)}
         )
         layout = layer_to_te({key.removeprefix(prefix): rows for key, rows in numbered.items()}, model.config)
-        for name, parameter in base_parameters(layer).items():
-            _fill(parameter, layout.pop(name), owners, source, split)
+        with loading(layer):
+            for name, parameter in base_parameters(layer).items():
+                _fill(parameter, layout.pop(name), owners, source, split)
         assert not layout, layout.keys()
     rest = {EMBEDDING: model.embed_tokens.weight, FINAL_NORM: model.norm.weight}
     if not model.tied:

@@ -57,7 +57,7 @@ def assemble(prepared: PreparedRun) -> Assembly:
     parameters = sum(parameter.numel() for parameter in model.parameters())
 
     unquantized = {}  # BF16 shards, from which the optimizer's masters start
-    if setup.optimizer.holds_fp8_weights:
+    if setup.optimizer.holds_fp8_weights and not cfg.lora.enabled:  # else they are frozen
         unquantized = quantize_shards(model) if setup.gathers_fp8 else quantize_weights(model)
     optimizer = optim.build_optimizer(model, cfg.optim, setup.optimizer)
     optim.set_weights(optimizer, model, unquantized)
@@ -103,6 +103,7 @@ def _build_model(prepared: PreparedRun, dtypes: dict[str, torch.dtype]) -> nn.Mo
             fuse_gradient_sums=strategy.fuses_wgrad_accumulation(setup.optimizer.kind)
             and not cfg.lora.enabled,
             weight_recipe=precision.te_recipe if setup.gathers_fp8 and not torchao else None,
+            frozen_recipe=precision.te_recipe if cfg.lora.enabled and cfg.precision.fp8_weights else None,
         ),
         convert=(lambda model: _convert(model, cfg, precision, setup.gathers_fp8)) if torchao else None,
         compile_layers=compiles_layers(cfg, strategy.mode, on_gpu=strategy.device.type == "cuda"),

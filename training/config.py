@@ -172,15 +172,21 @@ def lora_rules(s: Any) -> Iterator[tuple[str, str]]:
 
 
 def _refused_fp8_weights(s: Any) -> Iterator[tuple[str, str]]:
-    if not (s.use_te and s.mixed_precision == "fp8" and RECIPES[s.requested_recipe].fp8_weights):
-        recipes = " or ".join(name for name, spec in RECIPES.items() if spec.fp8_weights)
+    kind = "frozen_fp8_weights" if s.lora_rank else "fp8_weights"
+    if not (s.use_te and s.mixed_precision == "fp8" and getattr(RECIPES[s.requested_recipe], kind)):
+        recipes = " or ".join(name for name, spec in RECIPES.items() if getattr(spec, kind))
         reason = f"needs TE layers in FP8: --use_te --mixed_precision fp8 --fp8_scenario {recipes}"
         yield "fp8_weights use_te mixed_precision fp8_scenario", reason
-    if s.sharding_mode != "auto":
+    if s.lora_rank and s.sharding_mode not in ("auto", "ddp"):
+        yield (
+            "fp8_weights sharding_mode",
+            "FP8 weights are not sharded; use ddp, or drop --fp8_weights",
+        )
+    if not s.lora_rank and s.sharding_mode != "auto":
         yield "fp8_weights sharding_mode", "only on one GPU, without sharding; drop --fp8_weights"
-    if not s.offload_optimizer:
+    if not (s.offload_optimizer or s.lora_rank):
         yield "fp8_weights", "requires --offload_optimizer; add that, or drop this"
-    if s.master_weights != "fp32":
+    if s.master_weights != "fp32" and not s.lora_rank:
         yield "fp8_weights master_weights", "FP8 weights need FP32 master weights; drop one of the two"
     if by_module := [name for name in MAP_SETTINGS if getattr(s, name)]:
         yield f"fp8_weights {by_module[0]}", "all linear weights are in FP8; drop one of the two"

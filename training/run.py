@@ -24,6 +24,7 @@ from fp8_suite.training.checkpoint.state import RunState
 from fp8_suite.training.config import Config, parse_config
 from fp8_suite.training.finish import evaluate_exports, export, generate_samples, summarize
 from fp8_suite.training.observers import Observers, open_environment, open_logs
+from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.optim.schedule import learning_rate
 from fp8_suite.training.outcome import ignore_broken_pipes, report_failure
 from fp8_suite.training.parallel import ranks
@@ -171,6 +172,9 @@ def _report_model(prepared: PreparedRun, assembly: Assembly) -> None:
     print_rank0(
         f"{resolved.model.name}: {assembly.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"
     )
+    if prepared.cfg.lora.enabled:
+        numbers = [parameter.numel() for parameter in optim.trainable(assembly.model).values()]
+        print_rank0(f"LoRA: {sum(numbers) / 1e6:,.1f} M parameters train, in {len(numbers) // 2} adapters")
     print_rank0(f"precision {resolved.precision.describe()}; {prepared.sizing.chosen.optimizer.describe()}")
 
 

@@ -49,6 +49,7 @@ class OptimizerSpec:
     moment_dtypes: tuple[str, str]  # keys of moments.FORMATS
     offload: bool = False  # masters and moments are in host memory
     holds_fp8_weights: bool = False  # in place of BF16: --fp8_weights, or TE's --fp8_all_gather
+    adapters: bool = False  # only LoRA's adapters train; the weights are frozen
 
     @property
     def state_bytes(self) -> float:
@@ -68,8 +69,11 @@ class OptimizerSpec:
     def describe(self) -> str:
         """Summarize for the log: optimizer, weights and moments."""
         name, weights, _ = KINDS[self.kind]
-        weights = "FP8 weights with FP32 masters" if self.holds_fp8_weights else weights
+        in_fp8 = self.holds_fp8_weights
+        weights = "FP8 weights with FP32 masters" if in_fp8 and not self.adapters else weights
         weights = weights if self.master_weights else "BF16 weights, no masters"
+        if self.adapters:
+            weights = weights.replace("weights", "adapters") + " over frozen FP8 weights" * in_fp8
         formats = " and ".join(dict.fromkeys(map(str.upper, self.moment_dtypes)))
         return f"{name}, {weights}, {formats} moments{', offloaded' * self.offload}"
 
@@ -106,7 +110,8 @@ def choose_optimizer(cfg: Config, mode: str, *, on_gpu: bool) -> OptimizerSpec:
     if on_gpu and not full and engine != "zero":
         in_shards = cfg.sharding.fp8_all_gather and cfg.model.use_te and engine == "fsdp"
         in_fp8 = settings.fp8_weights or in_shards
-        return OptimizerSpec("fused_adamw", torch.bfloat16, masters, stored, offload, in_fp8)
+        lora = cfg.lora.enabled
+        return OptimizerSpec("fused_adamw", torch.bfloat16, masters, stored, offload, in_fp8, adapters=lora)
     if engine == "zero":
         if not masters:
             raise bad_setting("DeepSpeed always has FP32 masters; drop it", master_weights="none")
@@ -121,7 +126,8 @@ def choose_optimizer(cfg: Config, mode: str, *, on_gpu: bool) -> OptimizerSpec:
         )
         raise bad_setting(reason, offload_optimizer=True)
     kind = "torch_adamw" if same else "plain_adamw"
-    return OptimizerSpec(kind, dtype, dtype == torch.float32, stored, offload and not same)
+    masters, offload = dtype == torch.float32, offload and not same
+    return OptimizerSpec(kind, dtype, masters, stored, offload, adapters=cfg.lora.enabled)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:

@@ -185,6 +185,7 @@ class DDP(Strategy):
                 model,
                 device_ids=[self.device] if self.device.type == "cuda" else None,
                 broadcast_buffers=False,
+                init_sync=all(p.requires_grad for p in model.parameters()),  # frozen weights may be in FP8
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=100,
                 find_unused_parameters=not _uses_all_parameters(model),

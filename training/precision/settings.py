@@ -57,7 +57,7 @@ class PrecisionConfig(Section):
     )
     fp8_weights: bool = resumable(
         False,
-        "keep linear weights only in FP8 on the GPU; needs one GPU and --offload_optimizer",
+        "keep linear weights only in FP8 on the GPU; needs --lora_rank, or one GPU and --offload_optimizer",
     )
 
 
