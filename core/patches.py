@@ -194,6 +194,13 @@ CHANGES = (
         tested_by="tests/training/checkpoint/test_store.py",
     ),
     Change(
+        "scikit-learn, and torchao in a run with TE layers, as if not installed",
+        "transformers imports them wherever it can, which takes a sixth of the imports' time",
+        by="training/launch.py:launch",
+        tested_by="tests/training/test_launch.py",
+        until="libraries are imported",
+    ),
+    Change(
         "environment: WANDB_RUN_GROUP, unless the user set it",
         "W&B groups the runs of a comparison or sweep",
         by="benchmarks/records/grid.py:train_all",

@@ -78,6 +78,28 @@ def test_few_frames_lie_between_the_command_and_backward(monkeypatch, tmp_path):
     assert frames[0] == ("fp8_suite", "train_fp8.py") and len(frames) <= 7, frames
 
 
+@pytest.mark.parametrize(("flags", "unused"), [("--use_te", {"sklearn", "torchao"}), ("", {"sklearn"})])
+def test_a_start_imports_no_package_that_it_does_not_use(flags, unused):
+    program = f"""
+import importlib, os, sys
+from fp8_suite.training import launch
+
+def start(cfg):
+    print(sorted({{"sklearn", "scipy.stats", "torchao"}} & sys.modules.keys()), flush=True)
+    for name in {unused}:
+        importlib.import_module(name)
+    os._exit(0)
+
+sys.argv = ["train_fp8.py", *{flags.split()}]
+launch.launch("", start=start, started=0.0)
+"""
+    for name in ("sklearn", "torchao"):
+        pytest.importorskip(name)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == f"{sorted({'sklearn', 'torchao'} - unused)}\n", done.stderr
+    assert done.returncode == 0, done.stderr
+
+
 LLAMA = "--model_name meta-llama/Llama-3.1-8B --init random"
 PACKED, PADDED = (
     [Variant(32, 8, 128, packed, False, trained) for trained in (True, False)] for packed in (True, False)
