@@ -80,7 +80,7 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
         print_rank0(f"exported to {folder}")
         if quantizer:
             kv_heads = getattr(prepared.resolved.model.config, "num_key_value_heads", None)
-            ranks.run_on_rank0(lambda q=quantizer, heads=kv_heads: print(*q.describe(heads), sep="\n"))
+            print_rank0("\n".join(quantizer.describe(kv_heads)))
 
 
 def _quantizer(prepared: PreparedRun, model: nn.Module) -> Quantizer:
@@ -97,10 +97,13 @@ def evaluate_exports(prepared: PreparedRun, loaders: Loaders) -> None:
         return
     spec, device, losses = prepared.resolved.model, prepared.strategy.device, {}
     for dtype, name in folders.items():
-        loss = export_loss(prepared.folder / name, loaders.eval, spec, device)
-        if loss is not None:
-            losses[f"export_loss_{dtype}"] = loss
-            print(f"{name}: eval loss {loss:.4f} in transformers, from its files")
+        try:
+            loss = export_loss(prepared.folder / name, loaders.eval, spec, device)
+        except torch.OutOfMemoryError as error:
+            print(f"WARNING: {name} is not evaluated: {first_line(error)}")
+            continue
+        losses[f"export_loss_{dtype}"] = loss
+        print(f"{name}: eval loss {loss:.4f} in transformers, from its files")
     amend_summary(prepared.folder, losses)
 
 

@@ -55,18 +55,18 @@ def load_export(folder: Path, device: torch.device, *, trust_remote_code: bool =
 
 
 @torch.no_grad()
-def export_loss(folder: Path, rows: Loader, spec: ModelSpec, device: torch.device) -> float | None:
-    """Return an export's mean loss over the label tokens of `rows`; None if it does not fit on the GPU.
+def export_loss(folder: Path, rows: Loader, spec: ModelSpec, device: torch.device) -> float:
+    """Return an export's mean loss over the label tokens of `rows`.
 
-    `rows` may be one rank's share; all are evaluated. UserError if transformers cannot load the files.
+    `rows` may be one rank's share; all are evaluated. UserError if transformers cannot load the files,
+    torch.OutOfMemoryError if they do not fit on the GPU.
     """
     gc.collect()  # the trained model may be part of reference cycles
     if device.type == "cuda":
         torch.cuda.empty_cache()
         needed = 2.2 * sum(shape.numel() for shape in parameter_shapes(on_meta(spec)).values())
         if needed > (free := torch.cuda.mem_get_info(device)[0]):
-            print(f"WARNING: {folder} is not evaluated: {needed / 1e9:.0f} GB, with {free / 1e9:.0f} GB free")
-            return None
+            raise torch.OutOfMemoryError(f"it needs {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free")
     try:
         inner = load_export(folder, device, trust_remote_code=spec.trust_remote_code)
     except torch.OutOfMemoryError:

@@ -15,6 +15,7 @@ from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.files import write_json
 from fp8_suite.core.readers import UnreadableFile, read_json
 from fp8_suite.te_models.quantized.forms import FORMS, Form, Quantizer, fp8_weights, layer_of
+from fp8_suite.te_models.quantized.methods import read_quantization
 from fp8_suite.te_models.weights import SafetensorsSource
 from fp8_suite.training.export.write import replacing_export, require_finite, write_shards
 from torch import Tensor
@@ -35,12 +36,14 @@ def quantize_export(source: Path, folder: Path, form: Form) -> list[str]:
         ) from None
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty; give a new folder", exit_code=EXIT_BAD_SETTING)
-    weights, quantizer = SafetensorsSource(source), Quantizer(form)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    stored = config.get("quantization_config")
+    weights = SafetensorsSource(source, read_quantization(stored) if stored else None, device)
+    quantizer = Quantizer(form)
     shapes = weights.shapes()
     if not fp8_weights(shapes, form):
         reason = f"{source}: no linear weight of its layers has sizes that are multiples of {form.multiple}"
         raise UserError(f"{reason}; serve it in BF16", exit_code=EXIT_BAD_SETTING)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def read() -> Iterator[tuple[str, Tensor]]:
         layers: dict[str, list[str]] = {}
