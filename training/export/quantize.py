@@ -15,7 +15,7 @@ from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.files import write_json
 from fp8_suite.core.readers import UnreadableFile, read_json
 from fp8_suite.te_models.quantized.forms import FORMS, Form, Quantizer, fp8_weights, layer_of
-from fp8_suite.te_models.quantized.methods import read_quantization
+from fp8_suite.te_models.quantized.methods import UnsupportedForm, read_quantization
 from fp8_suite.te_models.weights import SafetensorsSource
 from fp8_suite.training.export.write import replacing_export, require_finite, write_shards
 from torch import Tensor
@@ -24,12 +24,17 @@ COPIED = ("*.json", "*.jinja", "*.py", "*.model", "*.txt", "*.tiktoken")  # file
 
 
 def quantize_export(source: Path, folder: Path, form: Form) -> list[str]:
-    """Write the model in `source` with FP8 weights to `folder`; return lines for the user.
+    """Write the model in `source`, in BF16 or another FP8 form, to `folder`; return lines for the user.
 
     UserError if a weight is not finite, none fits the form, or a file cannot be read or written.
     """
     try:
         config = read_json(source / "config.json")
+        stored = config.get("quantization_config")
+        stored = read_quantization(stored) if stored else None
+    except UnsupportedForm as error:
+        reason = f"{source}: its weights are quantized by {error}; give the original model"
+        raise UserError(reason, exit_code=EXIT_BAD_SETTING) from None
     except UnreadableFile as error:
         raise UserError(
             f"{error}; give the folder of an exported model", exit_code=EXIT_BAD_SETTING
@@ -37,8 +42,7 @@ def quantize_export(source: Path, folder: Path, form: Form) -> list[str]:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty; give a new folder", exit_code=EXIT_BAD_SETTING)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    stored = config.get("quantization_config")
-    weights = SafetensorsSource(source, read_quantization(stored) if stored else None, device)
+    weights = SafetensorsSource(source, stored, device)
     quantizer = Quantizer(form)
     shapes = weights.shapes()
     if not fp8_weights(shapes, form):

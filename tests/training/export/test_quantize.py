@@ -92,6 +92,15 @@ def test_an_export_in_fp8_is_the_quantized_bf16_export(tmp_path):
     assert configs[0]["quantization_config"]["weight_block_size"] == [128, 128]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_an_export_in_fp8_is_quantized_again_to_the_same_values(form, tmp_path):
+    source = export_of(tmp_path / "export", build())
+    for origin, folder in ((source, "first"), (tmp_path / "first", "second")):
+        assert main([str(origin), str(tmp_path / folder), "--form", form]) == 0
+    first, second = (dequantized(tmp_path / folder, form) for folder in ("first", "second"))
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
 def test_weights_whose_sizes_do_not_fit_stay_in_bf16(tmp_path, capsys):
     model = build(intermediate_size=192)
     assert main([str(export_of(tmp_path / "export", model)), str(tmp_path / "fp8")]) == 0
@@ -124,6 +133,11 @@ def test_what_cannot_be_quantized_is_refused_and_nothing_is_written(tmp_path, ca
     assert main([str(source), str(source)]) == 2, "the source is not replaced"
     assert main([str(tmp_path / "nothing"), str(tmp_path / "fp8")]) == 2
     save_file(weights, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    changed = config | {"quantization_config": {"quant_method": "bitsandbytes"}}
+    (source / "config.json").write_text(json.dumps(changed))
+    assert main([str(source), str(tmp_path / "fp8")]) == 2
+    (source / "config.json").write_text(json.dumps(config))
     with disk_that_takes(100_000):
         assert main([str(source), str(tmp_path / "fp8")]) == 1
     small = export_of(tmp_path / "small", build(hidden_size=32, intermediate_size=48, head_dim=8))
