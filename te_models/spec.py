@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import xxhash
 from fp8_suite.core.errors import UserError, bad_setting, first_line, one_line
+from fp8_suite.core.gpus import AMPERE
 from fp8_suite.core.hub import require_reachable_hub
 from fp8_suite.core.readers import parse_json, read_json
 from fp8_suite.te_models.families import FAMILIES, wrong_sizes
@@ -274,6 +275,13 @@ def digests(spec: ModelSpec) -> dict[str, str]:
                     digest.update(file.read(SAMPLE_BYTES))
         result["weights"] = digest.hexdigest()
     return result
+
+
+def inference_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype for inference: BF16, FP16 on a GPU without BF16, FP32 on a CPU."""
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= AMPERE else torch.float16
 
 
 def auto_class(config: Any, *, trust_remote_code: bool = False) -> Any:

@@ -13,7 +13,7 @@ from fp8_suite.data.collate import build_batch
 from fp8_suite.data.samples import Samples
 from fp8_suite.te_models.hugging_face import HFCausalLM
 from fp8_suite.te_models.presets import require_model
-from fp8_suite.te_models.spec import ModelSpec, auto_class
+from fp8_suite.te_models.spec import ModelSpec, auto_class, inference_dtype
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoConfig, GenerationConfig
@@ -35,12 +35,12 @@ def read_spec(name: str, *, trust_remote_code: bool) -> ModelSpec:
 
 
 def load(spec: ModelSpec) -> tuple[Any, str]:
-    """Load a model in BF16 on the GPU, or in FP32 on the CPU; return it and the form of its weights.
+    """Load a model in the dtype for inference; return it and the form of its weights.
 
     Quantized weights are read by transformers' quantizer. UserError if weights are missing or damaged.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = {"dtype": torch.bfloat16 if device == "cuda" else torch.float32, "output_loading_info": True}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options = {"dtype": inference_dtype(device), "output_loading_info": True}
     options |= {"config": spec.config, "trust_remote_code": spec.trust_remote_code}
     weights = choose_kernels(getattr(spec.config, "quantization_config", None))
     try:

@@ -15,7 +15,7 @@ from fp8_suite.core.packages import ROOT
 from tests.benchmarks.folders import launch_here
 
 # batch_one: 3 batches x 2 rates x 12 precisions; fsdp_finetuning: 4 x 2 x 2 x 8; modes: 2 x 3 x 8.
-SHIPPED = {"b200_study": 54, "recipes": 18, "batch_one": 72, "fsdp_finetuning": 128, "modes": 48}
+SHIPPED = {"b200_study": 54, "recipes": 22, "batch_one": 72, "fsdp_finetuning": 128, "modes": 48}
 
 
 def write(path: Path, value) -> Path:

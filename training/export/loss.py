@@ -15,7 +15,7 @@ from fp8_suite.data.loader import Loader
 from fp8_suite.data.order import Stored
 from fp8_suite.te_models.hugging_face import HFCausalLM
 from fp8_suite.te_models.quantized.forms import FORMS, fp8_weights
-from fp8_suite.te_models.spec import ModelSpec, auto_class, on_meta, parameter_shapes
+from fp8_suite.te_models.spec import ModelSpec, auto_class, inference_dtype, on_meta, parameter_shapes
 from torch import nn
 from transformers import AutoConfig, FineGrainedFP8Config
 
@@ -34,12 +34,12 @@ def require_fp8_export(spec: ModelSpec) -> None:
 
 
 def load_export(folder: Path, device: torch.device, *, trust_remote_code: bool = False) -> nn.Module:
-    """Load an export with transformers in BF16, on a CPU in FP32. FP8 weights are dequantized.
+    """Load an export with transformers in the dtype for inference. FP8 weights are dequantized.
 
     UserError if weights are missing or left over.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    options: dict[str, Any] = {"dtype": torch.bfloat16 if device.type == "cuda" else torch.float32}
+    options: dict[str, Any] = {"dtype": inference_dtype(device)}
     # FP8 GEMMs of transformers are kernels from the hub. The values are the same in BF16.
     if read_record(folder / "config.json").get("quantization_config", {}).get("quant_method") == "fp8":
         options["quantization_config"] = FineGrainedFP8Config(dequantize=True)

@@ -411,6 +411,20 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(precision, rel,
         assert same_bits(first, second)
 
 
+@pytest.mark.parametrize(
+    ("mode", "more", "ranks"),
+    [("fsdp_grad", "--moment_dtype fp8,fp16", 2), ("hsdp", "--hsdp_shard_size 2 --batch_size 1", 4)],
+)
+def test_fp16_with_te_layers_is_the_same_run_on_any_ranks(mode, more, ranks, tmp_path):
+    flags = "--max_steps 4 --save_interval 0 --eval_interval 0 --no_export --use_te --mixed_precision fp16"
+    flags += " --gradient_accumulation_steps 2"
+    one = train(tmp_path / "one", f"{flags} --batch_size 4", ranks=1).folder
+    many = train(tmp_path / mode, f"{flags} --sharding_mode {mode} {more}", ranks=ranks).folder
+    assert curve(many) == pytest.approx(curve(one), rel=1e-4)
+    assert curve(many, "train/grad_norm") == pytest.approx(curve(one, "train/grad_norm"), rel=1e-3)
+    assert set(curve(many, "train/loss_scale").values()) == {2**16}
+
+
 def other_model(folder: Path, rank: int) -> None:
     if rank == 1:
         find_model = resolve.find_model

@@ -16,6 +16,7 @@ from fp8_suite.te_models.emulation import recipes as emulated
 from fp8_suite.te_models.kernels.packed_attention import why_no_kernel
 from fp8_suite.te_models.precision import recipes as te
 from fp8_suite.te_models.precision import te_runtime
+from fp8_suite.te_models.spec import inference_dtype
 from fp8_suite.training.config import Config, all_settings, config_from_dict
 from fp8_suite.training.precision import checks
 from fp8_suite.training.precision import recipes as precision
@@ -121,8 +122,12 @@ def test_a_gpu_without_bf16_is_told_to_use_fp16(monkeypatch):
     assert (resolved.effective, resolved.compute_dtype) == ("fp16", torch.float16)
     query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 64))
     assert "Ampere" in why_no_kernel(query), "FlashAttention 2 needs it too"
+    assert (
+        inference_dtype(query.device) == torch.float16 and inference_dtype(torch.device("cpu")).itemsize == 4
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     assert why_no_kernel(query) is None and precision.resolve_precision(settings()).effective == "bf16"
+    assert inference_dtype(query.device) == torch.bfloat16
 
 
 def test_a_recipe_falls_back_with_a_reason_or_stops(monkeypatch):
