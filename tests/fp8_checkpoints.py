@@ -118,7 +118,8 @@ def quantized(
     if scales.numel() == 1 and block == [rows, columns]:
         scales = scales.reshape(()) if method == "modelopt" else scales.reshape(1)
     stored = {name: values, f"{name}{end}": scales}
-    return stored | ({name.replace("weight", "input_scale"): torch.ones(1)} if inputs else {})
+    unused = {"input_scale": torch.ones(1), "k_scale": torch.ones(()), "weight_zero_point": torch.zeros(1)}
+    return stored | {name.replace("weight", end): tensor for end, tensor in unused.items() if inputs}
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor], files: int = 1) -> None:

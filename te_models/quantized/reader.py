@@ -17,7 +17,8 @@ from torch import Tensor
 VALUES, SCALES = "F8_E4M3", ("F32", "BF16", "F16", "F8_E8M0", "U8")
 OTHER_FORMS = "F8_E5M2", "F4", "I8", "U8", "I32"
 SUFFIXES = "_scale_inv", "_scale"
-ACTIVATIONS = re.compile(r"\.(input|output|activation|prob|prob_output|[qkv])_scale(_inv)?$")
+# Scales of activations and of the KV cache, and zero points, which are zeros in symmetric forms.
+UNUSED = re.compile(r"\.(input|output|activation|prob|prob_output|[qkv])_scale(_inv)?$|_zero_point$")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class QuantizedReader:
         self._model, self._tensors, self._form = name, tensors, quantization
         self._names = {key: key + end for key in tensors for end in SUFFIXES if key + end in tensors}
         self._scales: dict[str, Tensor] = {}
-        self.hidden = {*self._names.values(), *filter(ACTIVATIONS.search, tensors)}
+        self.hidden = {*self._names.values(), *filter(UNUSED.search, tensors)}
         self.blocks: dict[str, Block] = {}  # of the FP8 tensors
         for key, part in tensors.items():
             dtype = part.get_dtype()

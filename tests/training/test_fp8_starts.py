@@ -29,6 +29,7 @@ LAYERS = "--use_te --te_backend emulated --mixed_precision fp8 --fp8_scenario cu
 
 @pytest.mark.parametrize("layers", LAYERS, ids=["te", "hf"])
 def test_a_run_from_fp8_equals_one_from_the_dequantized_weights(layers, tmp_path, capsys):
+    pytest.importorskip("accelerate")
     model, plain = tmp_path / "fp8", tmp_path / "plain"
     save_fp8(model, fine_grained(), scale=torch.bfloat16)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)  # dequantized on a CPU
