@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fp8_suite.training.precision.settings import PrecisionConfig, unread_settin
 from safetensors.torch import load_file
 from torch import nn
 
+ATTENTION = ExitStack()  # TE's choice of attention, until the next model is built
 MAX_POSITIONS = 2048  # length of the first RoPE tables, which grow with the longest row
 
 
@@ -127,8 +129,9 @@ def _make_recipe(spec: ModelSpec, name: str, backend: str, settings: PrecisionCo
 
 def _choose_attention(config: Any) -> None:
     """Use FlashAttention 4 in this process if it passes its self-test, and never without, as in a run."""
-    sizes = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+    ATTENTION.close()
     if flash_attention.set_by_user():
         return
+    sizes = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
     reason = flash_attention.why_not(sizes[2]) or flash_attention.self_test_te(*sizes, packed=True)
-    (flash_attention.disabled_in_te() if reason else flash_attention.enabled_in_te()).__enter__()
+    ATTENTION.enter_context(flash_attention.disabled_in_te() if reason else flash_attention.enabled_in_te())

@@ -159,7 +159,6 @@ class TEForCausalLM(TEPreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         *,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: Any = None,
         skip_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -169,7 +168,8 @@ class TEForCausalLM(TEPreTrainedModel, GenerationMixin):
 
         Training with labels skips the logits, which the fused loss does not need, unless `skip_logits=False`.
         """
-        targets = shift_labels
+        # No parameter: Trainer takes every parameter with "label" in its name for required labels.
+        targets = arguments.pop("shift_labels", None)
         if targets is None and labels is not None:
             targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
         known = {"targets": targets, "num_items_in_batch": num_items_in_batch}
@@ -207,7 +207,7 @@ class TEForCausalLM(TEPreTrainedModel, GenerationMixin):
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         self.model.decoder.tie()
 
-    def save_pretrained(self, save_directory: Any, state_dict: dict | None = None, **options: Any) -> None:
+    def save_pretrained(self, save_directory: Any, *, state_dict: dict | None = None, **options: Any) -> None:
         """Save the weights as transformers' model of this configuration, and the FP8 scaling state.
 
         `state_dict` is this model's, gathered, if the model is sharded.
@@ -223,7 +223,8 @@ class TEForCausalLM(TEPreTrainedModel, GenerationMixin):
 
         tensors = dict(te_to_hf(self.model.decoder, gather))
         saved.save_pretrained(save_directory, state_dict=tensors, **options)
-        if (state := scaling_state(self.model.decoder)) and options.get("is_main_process", True):
+        state = scaling_state(self.model.decoder) or self.model.saved_scaling
+        if state and options.get("is_main_process", True):
             save_file({name: t.contiguous() for name, t in state.items()}, Path(save_directory, SCALING_FILE))
 
     def _hugging_face(self) -> PreTrainedModel:

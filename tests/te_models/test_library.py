@@ -1,5 +1,7 @@
 """TE models as transformers models: the suite's losses, in a loop of one's own, Trainer and SFTTrainer."""
 
+import gc
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,6 +12,8 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.core.packages import ROOT
 from fp8_suite.data.tokenizer import load_tokenizer
 from fp8_suite.te_models.build import build_model
+from fp8_suite.te_models.kernels import flash_attention
+from fp8_suite.te_models.library import build
 from fp8_suite.te_models.library.inputs import decoder_inputs
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.precision.recipes import make_recipe
@@ -361,3 +365,28 @@ def test_generation_without_a_cache_gives_the_tokens_of_transformers():
     model, ids = te_models.convert(source, recipe="fp32"), torch.arange(3, 13)[None]
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(model.generate(ids, **options), source.generate(ids, **options))
+
+
+def test_trainer_evaluates_the_loss_and_hands_over_logits(tmp_path):
+    pytest.importorskip("accelerate")
+    model, rows = te_models.convert(hugging_face()), examples(ROWS)
+    options = TrainingArguments(**arguments(tmp_path, per_device_eval_batch_size=ROWS))
+    shapes = []
+
+    def metrics(prediction) -> dict:
+        shapes.append(prediction.predictions.shape)
+        return {}
+
+    trainer = Trainer(model=model, args=options, eval_dataset=rows, compute_metrics=metrics)
+    loss = trainer.evaluate()["eval_loss"]
+    assert loss == model(**batch(rows)).loss.item() and shapes == [(ROWS, WIDTH, VOCABULARY)]
+
+
+@pytest.mark.skipif(flash_attention.on_hopper(), reason="FlashAttention 4 may run")
+def test_an_attention_that_failed_its_self_test_stays_off_in_the_process():
+    build._choose_attention(hugging_face().config)
+    build._choose_attention(hugging_face().config)
+    gc.collect()
+    assert os.environ["NVTE_FLASH_ATTN_V4"] == "0"
+    build.ATTENTION.close()
+    assert "NVTE_FLASH_ATTN_V4" not in os.environ
