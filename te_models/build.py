@@ -59,6 +59,7 @@ def build_te(spec: ModelSpec, options: BuildOptions) -> TECausalLM:
         source = weight_source(spec, seed=options.seed, device=options.device)
         loading = partial(frozen_in_fp8, recipe=frozen, device=options.device) if frozen else nullcontext
         load_te(model, source, options.split_master, loading)
+        model.frozen_source = source if frozen else None
         _initialize_adapters(model, options)
         return model
     with torch.no_grad():

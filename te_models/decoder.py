@@ -23,8 +23,8 @@ from fp8_suite.te_models.lora.settings import PROJECTIONS
 from fp8_suite.te_models.options import BuildOptions, NativeOptions
 from fp8_suite.te_models.recompute.layers import run_recomputed
 from fp8_suite.te_models.recompute.offload import ActivationOffload
-from fp8_suite.te_models.settings import recompute_levels
-from fp8_suite.te_models.weights import fuse_qkv
+from fp8_suite.te_models.settings import KEPT, recompute_levels
+from fp8_suite.te_models.weights import WeightSource, fuse_qkv
 from torch import Tensor, nn
 
 
@@ -70,6 +70,7 @@ class TECausalLM(nn.Module):
         self.norm = te.RMSNorm(hidden_size, eps=config.rms_norm_eps, **factory_kwargs)
         self.lm_head = nn.Linear(hidden_size, vocabulary, bias=False, **factory_kwargs)
         self.dropout_seed = DropoutSeed()
+        self.frozen_source: WeightSource | None = None  # of weights that are in FP8 here
         if options.lora.enabled:
             self._add_adapters()
         if options.fp8_lm_head:
@@ -133,6 +134,7 @@ class TECausalLM(nn.Module):
                 lora,
                 self.dropout_seed,
                 number=i,
+                kept=KEPT.get(self.recompute[i], ()),
                 te=te_module(self.options.te_backend),
                 eps=config.rms_norm_eps,
                 sizes=sizes,

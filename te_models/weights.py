@@ -364,7 +364,14 @@ Gather = Callable[[list[Tensor]], list[Tensor]]  # gathers full tensors from sha
 
 
 def te_to_hf(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tensor]]:
-    """Yield a TECausalLM's weights under Hugging Face names, layer by layer; without `lm_head` if tied."""
+    """Yield a TECausalLM's weights under Hugging Face names, layer by layer; without `lm_head` if tied.
+
+    Frozen FP8 weights are read again, as they were before they were quantized.
+    """
+    if source := model.frozen_source:
+        tied = {LM_HEAD} if model.tied else set()
+        yield from ((name, source.get(name)) for name in source.shapes() if name not in tied)
+        return
     yield EMBEDDING, *gather([model.embed_tokens.weight])
     for i, layer in enumerate(model.layers):
         names, parameters = zip(*base_parameters(layer).items(), strict=True)

@@ -66,8 +66,7 @@ class SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, out_dtype: torch.dtype, with_amax: bool) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(x)
-        gate, up = x.float().chunk(2, dim=-1)
-        product = gate * torch.sigmoid(gate) * up  # [..., F]
+        product = swiglu(x)
         if not with_amax:
             return product.to(out_dtype), None
         ctx.mark_non_differentiable(amax := amax_of(product))
@@ -76,11 +75,21 @@ class SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        gate, up = x.float().chunk(2, dim=-1)
-        grad, sigmoid = grad.float(), torch.sigmoid(gate)
-        slope = gate * sigmoid * (1 - sigmoid) + sigmoid
-        return torch.cat([slope * grad * up, grad * (gate * sigmoid)], dim=-1).to(x.dtype), None, None
+        return swiglu_gradient(grad, *ctx.saved_tensors), None, None
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """Return silu(gate) * up [..., F] in float32 for x [..., 2F] = gate, up."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def swiglu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of x [..., 2F] from that of `swiglu(x)`, in the dtype of x."""
+    gate, up = x.float().chunk(2, dim=-1)
+    grad, sigmoid = grad.float(), torch.sigmoid(gate)
+    slope = gate * sigmoid * (1 - sigmoid) + sigmoid
+    return torch.cat([slope * grad * up, grad * (gate * sigmoid)], dim=-1).to(x.dtype)
 
 
 class LinearFunction(torch.autograd.Function):

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fp8_suite.te_models.emulation.gemm import SwiGLUFunction
+from fp8_suite.te_models.emulation.gemm import swiglu, swiglu_gradient
 from fp8_suite.te_models.lora.settings import PROJECTIONS, LoraConfig
 from torch import Tensor, nn
 
@@ -140,6 +140,24 @@ def adapt_hf(model: nn.Module, lora: LoraConfig) -> None:
 # TE layers
 
 
+class _AddProduct(torch.autograd.Function):
+    """out [T, E] + scaling * inner [T, R] @ b [E, R]^T; with `in_place` in the memory of `out`.
+
+    TE's and the emulation's GEMMs do not save their output for backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, inner: Tensor, b: Tensor, scaling: float, in_place: bool) -> Tensor:
+        ctx.save_for_backward(inner, b)
+        ctx.scaling, total = scaling, out.detach() if in_place else out.clone()
+        return total.addmm_(inner, b.t(), alpha=scaling)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inner, b = ctx.saved_tensors
+        return grad, ctx.scaling * (grad @ b), (ctx.scaling * inner.t() @ grad).t(), None, None
+
+
 class _TEModule:
     """Mixin of te.Linear and te.LayerNormLinear, native or emulated.
 
@@ -150,32 +168,31 @@ class _TEModule:
     lora: LoraConfig
     seed: DropoutSeed
     number: int  # of this module in the model, for its dropout
+    in_place: bool  # the result of its GEMM is not kept for recomputation
     sizes: dict[str, int]
     arrange: Callable[[Tensor], Tensor]
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = super().forward(x, *args, **kwargs)
+    def forward(self, x: Tensor, *args: Any, inner: Tensor | None = None, **kwargs: Any) -> Any:
+        """Run the layer; `inner` [..., R] is the product of x and all A, if it is known."""
+        out, rest = super().forward(x, *args, **kwargs), ()
         if getattr(self, "return_layernorm_output", False):
-            out, normed = result
-            return self._adapted(out, normed)
-        if isinstance(result, tuple):  # with a bias for the caller to add
-            return self._adapted(result[0], x), *result[1:]
-        return self._adapted(result, x)
-
-    def _adapted(self, out: Tensor, x: Tensor) -> Tensor:
-        adapters = {name: module for name in self.sizes if (module := getattr(self, name, None)) is not None}
-        a, b = (next(iter(adapters.values())).get_parameter(name) for name in NAMES)
-        if len(self.sizes) > 1:
-            a = torch.cat([module.lora_a for module in adapters.values()])
-            parts = [
-                adapters[name].lora_b if name in adapters else b.new_zeros(size, 0)
-                for name, size in self.sizes.items()
-            ]
-            b = self.arrange(torch.block_diag(*parts))
-        scaling, dropout = self.lora.scaling, self.lora.lora_dropout
-        if dropout and self.training:
+            out, x = out
+        elif isinstance(out, tuple):  # with a bias for the caller to add
+            out, *rest = out
+        adapters = {name: getattr(self, name) for name in self.sizes if hasattr(self, name)}
+        scaling, dropout = self.lora.scaling, self.lora.lora_dropout * self.training
+        if dropout:
             x, scaling = x * self._kept(x, dropout), scaling / (1 - dropout)
-        return add_product(out, x, a, b, scaling)
+        if inner is None:
+            inner = F.linear(x, torch.cat([module.lora_a for module in adapters.values()]))
+        parts = [
+            adapters[name].lora_b if name in adapters else x.new_zeros(size, 0)
+            for name, size in self.sizes.items()
+        ]
+        b = self.arrange(torch.block_diag(*parts)).to(out.dtype)
+        rows = out.flatten(0, -2), inner.flatten(0, -2)
+        out = _AddProduct.apply(*rows, b, scaling, self.in_place).view_as(out)
+        return (out, *rest) if rest else out
 
     def _kept(self, x: Tensor, dropout: float) -> Tensor:
         generator = torch.Generator(x.device).manual_seed(self.seed.value + self.number)
@@ -194,24 +211,46 @@ class LayerNormMLP(nn.Module):
         self.is_native = te.__name__.startswith("transformer_engine")
 
     def forward(self, x: Tensor, **arguments: Any) -> Any:
-        hidden = self.fc1(x, **arguments)  # [..., 2F]
-        if not self.is_native:
-            return self.fc2(SwiGLUFunction.apply(hidden, hidden.dtype, False)[0])
-        return self.fc2(_NativeSwiGLU.apply(hidden), **arguments), None  # there is no bias
+        hidden, a = self.fc1(x, **arguments), None  # [..., 2F]
+        dropout = self.training and self.fc2.lora.lora_dropout if hasattr(self.fc2, "lora") else True
+        if not dropout:
+            a = self.fc2.down_proj.lora_a.to(hidden.dtype)
+        act, inner = _SwiGLU.apply(hidden, a, self.is_native)
+        out = self.fc2(act, **arguments) if inner is None else self.fc2(act, inner=inner, **arguments)
+        return (out, None) if self.is_native else out  # TE expects a bias
 
 
-class _NativeSwiGLU(torch.autograd.Function):
-    """TE's kernels for silu(gate) * up of x [..., 2F] = gate, up."""
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up of x [..., 2F] = gate, up; and its product [..., R] with A [R, F], if that is given.
+
+    Backward computes the first result again. An adapter would keep it, F values per token.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return importlib.import_module("transformer_engine_torch").swiglu(x, None)
+    def forward(ctx: Any, x: Tensor, a: Tensor | None, is_native: bool) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(x, a)
+        ctx.is_native = is_native
+        act = _swiglu(x, is_native)
+        return act, None if a is None else F.linear(act, a)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return importlib.import_module("transformer_engine_torch").dswiglu(grad.contiguous(), x, None)
+    def backward(ctx: Any, grad: Tensor, grad_inner: Tensor | None) -> tuple[Tensor | None, ...]:
+        (x, a), grad_a = ctx.saved_tensors, None
+        if a is not None:
+            inner = grad_inner.flatten(0, -2)  # [T, R]
+            grad_a = inner.t() @ _swiglu(x, ctx.is_native).flatten(0, -2)
+            grad = torch.addmm(grad.flatten(0, -2), inner, a).view_as(grad)
+        if ctx.is_native:
+            return _tex().dswiglu(grad.contiguous(), x, None), grad_a, None
+        return swiglu_gradient(grad, x), grad_a, None
+
+
+def _swiglu(x: Tensor, is_native: bool) -> Tensor:
+    return _tex().swiglu(x, None) if is_native else swiglu(x).to(x.dtype)
+
+
+def _tex() -> Any:
+    return importlib.import_module("transformer_engine_torch")
 
 
 # Names of the parameters of `LayerNormMLP` -> those of te.LayerNormMLP, in a layer.
@@ -235,6 +274,7 @@ def adapt_te(
     seed: DropoutSeed,
     *,
     number: int,
+    kept: tuple[str, ...],
     te: Any,
     eps: float,
     sizes: dict[str, int],
@@ -243,21 +283,22 @@ def adapt_te(
 ) -> None:
     """Add adapters to a te.TransformerLayer, native or emulated.
 
-    `targets` are names in PROJECTIONS, `number` is the layer's. `sizes` are the output features by these
-    names, `fuse_qkv` is the `arrange` of q, k and v.
+    `targets` are names in PROJECTIONS, `number` is the layer's, `kept` are the results that recomputation
+    keeps. `sizes` are the output features by these names, `fuse_qkv` is the `arrange` of q, k and v.
     """
     attention = layer.self_attention
     if targets & {"gate_proj", "up_proj", "down_proj"}:
         mlp_sizes = sizes["down_proj"], sizes["gate_proj"]
         layer.layernorm_mlp = LayerNormMLP(te, *mlp_sizes, eps=eps, **factory_kwargs)
+    mlp = layer.layernorm_mlp
     modules = {
-        ("q_proj", "k_proj", "v_proj"): (attention.layernorm_qkv, fuse_qkv),
-        ("o_proj",): (attention.proj, None),
-        ("gate_proj", "up_proj"): (getattr(layer.layernorm_mlp, "fc1", None), lambda rows: rows),
-        ("down_proj",): (getattr(layer.layernorm_mlp, "fc2", None), None),
+        "qkv": (("q_proj", "k_proj", "v_proj"), attention.layernorm_qkv),
+        "output": (("o_proj",), attention.proj),
+        "gate_up": (("gate_proj", "up_proj"), getattr(mlp, "fc1", None)),
+        "down": (("down_proj",), getattr(mlp, "fc2", None)),
     }
     dtype, device = factory_kwargs["params_dtype"], factory_kwargs["device"]
-    for place, (names, (module, arrange)) in enumerate(modules.items()):
+    for place, (result, (names, module)) in enumerate(modules.items()):
         if not (adapted := [name for name in names if name in targets]):
             continue
         for name in adapted:
@@ -266,6 +307,7 @@ def adapt_te(
             _register(adapter, lora.lora_rank, shape, dtype=dtype, device=device)
             module.add_module(name, adapter)
         _subclass(_TEModule, module)
-        module.lora, module.seed, module.arrange = lora, seed, arrange
+        module.lora, module.seed, module.in_place = lora, seed, result not in kept
+        module.arrange = fuse_qkv if result == "qkv" else lambda rows: rows
         module.number, module.sizes = len(modules) * number + place, {name: sizes[name] for name in names}
         module.return_layernorm_output = hasattr(module, "layer_norm_weight")

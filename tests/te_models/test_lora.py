@@ -1,6 +1,7 @@
 """Adapters: initialization, losses and steps as in peft; targets; the frozen base."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fp8_suite.te_models.precision.scaling_state import scaling_state
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.te_models.spec import ModelSpec, from_config
 from fp8_suite.training.optim.optimizer import trainable
+from fp8_suite.training.precision import torchao_fp8
 from fp8_suite.training.precision.recipes import build_autocast
 from transformers import Qwen2Config, Qwen3Config
 
@@ -131,3 +133,19 @@ def test_targets_that_do_not_exist_are_named():
         build_model(SPECS["qwen3"], replace(OPTIONS, lora=replace(LORA, lora_targets="q_proj,query")))
     assert caught.value.flags == {"lora_targets"}
     assert LoraConfig(lora_rank=8).alpha == 16 and LoraConfig(lora_rank=8).scaling == 2
+
+
+@pytest.mark.parametrize(("recipe", "recompute"), [(None, "mlp"), ("tensorwise", "layer")])
+def test_hugging_face_layers_are_compiled_and_recomputed(recipe, recompute, monkeypatch):
+    # Graphs and their gradients as on a GPU, but no C++ for them, which takes half a minute.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    convert = None
+    if recipe:
+        convert = partial(torchao_fp8.convert, recipe_of=lambda name: recipe, emulated=True)
+    options = replace(OPTIONS, te_backend=None, convert=convert)
+    expected, losses = ours(options, SPECS["qwen3"])
+    compiled = replace(options, recompute=recompute, compile_layers=True)
+    model, again = ours(compiled, SPECS["qwen3"])
+    assert again == pytest.approx(losses, rel=1e-4) and losses[-1] < losses[0] - 0.5
+    for name, parameter in trainable(model).items():
+        torch.testing.assert_close(parameter, expected.get_parameter(name), rtol=1e-2, atol=1e-3)
