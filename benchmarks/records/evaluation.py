@@ -54,5 +54,5 @@ def read_results(folder: Path, steps: int | None) -> list[Result]:
     """Return the results of a run after `steps`; [] without any, and if it was trained further since."""
     record = read_record(folder / FILE)
     with suppress(TypeError):  # of another version
-        return [Result(**row) for row in record["results"]] if record.get("steps") == steps else []
+        return [Result(**row) for row in record.get("results", ())] if record.get("steps") == steps else []
     return []
