@@ -205,12 +205,7 @@ class SafetensorsSource(WeightSource):
     With `quantization`, scales are hidden, and FP8 tensors are multiplied by them in FP32 on `device`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        quantization: Quantization | None = None,
-        device: torch.device = torch.device("cpu"),  # noqa: B008
-    ):
+    def __init__(self, folder: Path, quantization: Quantization | None = None, device: Any = "cpu"):
         self.name, self._slices, self._device = str(folder), {}, device
         if not (files := weight_files(folder)):
             raise bad_setting(

@@ -48,13 +48,9 @@ def _fine_grained(fields: Mapping[str, Any]) -> list[Block]:
 
 
 def _block(size: Any, form: str) -> Block:
-    if (
-        not isinstance(size, list | tuple)
-        or len(size) != 2
-        or not all(type(n) is int and n > 0 for n in size)
-    ):
-        raise UnsupportedForm(form)
-    return size[0], size[1]
+    if isinstance(size, list | tuple) and [type(n) for n in size] == [int, int] and min(size) > 0:
+        return size[0], size[1]
+    raise UnsupportedForm(form)
 
 
 def _compressed(fields: Mapping[str, Any]) -> list[Block]:
@@ -67,16 +63,14 @@ def _compressed(fields: Mapping[str, Any]) -> list[Block]:
 
 
 def _of_group(group: Mapping[str, Any], stored_as: str | None) -> Block:
-    weights = group["weights"]
-    strategy, kind = weights.get("strategy"), weights.get("type", "int")
-    form = f"compressed-tensors: {kind} of {weights.get('num_bits', 8)} bits, strategy {strategy}"
-    is_fp8 = (kind, weights.get("num_bits", 8), weights.get("symmetric", True)) == ("float", 8, True)
-    if not is_fp8 or stored_as not in COMPRESSED_FORMATS:
-        raise UnsupportedForm(f"{form}, format {stored_as}")
+    weights = {"num_bits": 8, "type": "int", "symmetric": True} | group["weights"]
+    strategy, bits = weights["strategy"], weights["num_bits"]
+    form = f"compressed-tensors: {weights['type']} of {bits} bits, strategy {strategy}, format {stored_as}"
+    is_fp8 = (weights["type"], bits, weights["symmetric"]) == ("float", 8, True)
+    if not is_fp8 or stored_as not in COMPRESSED_FORMATS or strategy not in ("block", "channel", "tensor"):
+        raise UnsupportedForm(form)
     if strategy == "block":
         return _block(weights.get("block_structure"), form)
-    if strategy not in ("channel", "tensor"):
-        raise UnsupportedForm(form)
     return ROW if strategy == "channel" else TENSOR
 
 

@@ -78,7 +78,7 @@ class QuantizedReader:
         needed = " or ".join(f"{grid} (one per {describe_block(block)})" for block, grid in grids.items())
         raise self._error(f"{name} has shape {stored}, and {key} with shape {shape} needs {needed or 'none'}")
 
-    def read(self, key: str, start: int, stop: int, device: torch.device) -> QuantizedRows:
+    def read(self, key: str, start: int, stop: int, device: Any) -> QuantizedRows:
         """Read rows start to stop of an FP8 tensor to `device`."""
         if key not in self._scales:
             self._scales[key] = self._read_scales(key).to(device)
