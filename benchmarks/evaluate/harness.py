@@ -21,9 +21,8 @@ def find_tasks(names: list[str], include_path: Path | None) -> Any:
     manager = TaskManager(include_path=include_path, include_defaults=False)
     if not set(names) <= set(manager.all_tasks):  # indexing lm-eval's own tasks takes ten seconds
         manager = TaskManager(include_path=include_path)
-    if unknown := sorted(set(names) - set(manager.all_tasks)):
-        hint = nearest(unknown[0], manager.all_tasks) or "; `lm-eval ls tasks` lists them"
-        raise bad_setting(f"unknown task{hint}", tasks=unknown[0])
+    for name in set(names) - set(manager.all_tasks):
+        raise bad_setting(f"unknown task{nearest(name, manager.all_tasks)}", tasks=name)
     return manager
 
 

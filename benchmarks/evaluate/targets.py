@@ -26,26 +26,19 @@ class Target:
 def find_targets(names: list[str], given: dict[str, Any]) -> list[Target]:
     """Return the models on the data of their runs, with the `given` settings, or else of the first run.
 
-    UserError for a folder without a model, or for runs on different data.
+    UserError for a run without export, or for runs on different data.
     """
     targets: list[Target] = []
     for name in names:
         path = Path(name).expanduser()
-        is_model = not path.is_dir() or (path / "config.json").exists()
-        runs = [] if is_model else find_runs(path)
-        if not runs and not is_model:
-            raise bad_input(f"{name}: no run folder and no model (it has no settings.json, no config.json)")
-        targets += [Target(str(path) if path.is_dir() else name, Config())] if is_model else []
+        runs = find_runs(path) if path.is_dir() and not (path / "config.json").exists() else []
         targets += [target for run in runs for target in _exports(run, given)]
+        targets += [Target(str(path) if path.exists() else name, Config())] if not runs else []
     of_runs = [target for target in targets if target.run]
     first = of_runs[0] if of_runs else Target("", config_from_dict(given))
-    for target in of_runs:
-        if target.cfg.data != first.cfg.data:
-            raise bad_input(
-                f"{first.run} and {target.run} have different data; give --dataset_name and splits"
-            )
-    data = {"cfg": first.cfg, "held_out": first.held_out}
-    return [target if target.run else replace(target, **data) for target in targets]
+    if different := [target.run for target in of_runs if target.cfg.data != first.cfg.data]:
+        raise bad_input(f"{first.run} and {different[0]} have different data; give --dataset_name and splits")
+    return [t if t.run else replace(t, cfg=first.cfg, held_out=first.held_out) for t in targets]
 
 
 def _exports(run: Path, given: dict[str, Any]) -> list[Target]:
@@ -58,4 +51,4 @@ def _exports(run: Path, given: dict[str, Any]) -> list[Target]:
     names = [name for name in table if table[name].section == "data"] + ["seed", "trust_remote_code"]
     cfg = config_from_dict({name: record.setting(name) for name in names} | given)
     held_out = not OTHER_ROWS & given.keys()
-    return [Target(str(e), cfg, held_out, run, e.name) for e in exports]
+    return [Target(str(export), cfg, held_out, run, export.name) for export in exports]

@@ -36,25 +36,30 @@ def require_fp8_export(spec: ModelSpec) -> None:
 def load_export(folder: Path, device: torch.device, *, trust_remote_code: bool = False) -> nn.Module:
     """Load an export with transformers in the dtype for inference. FP8 weights are dequantized.
 
-    UserError if weights are missing or left over.
+    UserError if it cannot be loaded, or if weights are missing or left over.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {"dtype": inference_dtype(device)}
     # FP8 GEMMs of transformers are kernels from the hub. The values are the same in BF16.
     if read_record(folder / "config.json").get("quantization_config", {}).get("quant_method") == "fp8":
         options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
     if device.type == "cuda" and version("accelerate"):
         options["device_map"] = {"": device}
-    kind = auto_class(config, trust_remote_code=trust_remote_code)
-    model, info = kind.from_pretrained(
-        folder, trust_remote_code=trust_remote_code, output_loading_info=True, **options
-    )
+    options |= {"trust_remote_code": trust_remote_code, "output_loading_info": True}
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        kind = auto_class(config, trust_remote_code=trust_remote_code)
+        model, info = kind.from_pretrained(folder, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # libraries raise anything
+        reason = f"transformers cannot load it ({type(error).__name__}: {one_line(error)})"
+        raise UserError(f"{folder}: {reason}") from error
     if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
-        raise UserError(f"{folder}: {len(wrong)} weights are missing or left over, {wrong[0]} first")
+        reason = f"{len(wrong)} weights are missing or left over, {wrong[0]} first"
+        raise UserError(f"{folder}: transformers cannot load it ({reason})")
     return model.to(device).eval()
 
 
-@torch.no_grad()
 def export_loss(folder: Path, rows: Loader, spec: ModelSpec, device: torch.device) -> float:
     """Return an export's mean loss over the label tokens of `rows`.
 
@@ -67,13 +72,13 @@ def export_loss(folder: Path, rows: Loader, spec: ModelSpec, device: torch.devic
         needed = 2.2 * sum(shape.numel() for shape in parameter_shapes(on_meta(spec)).values())
         if needed > (free := torch.cuda.mem_get_info(device)[0]):
             raise torch.OutOfMemoryError(f"it needs {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free")
-    try:
-        inner = load_export(folder, device, trust_remote_code=spec.trust_remote_code)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # libraries raise anything
-        reason = f"transformers cannot load it ({type(error).__name__}: {one_line(error)})"
-        raise UserError(f"{folder}: {reason}") from error
+    inner = load_export(folder, device, trust_remote_code=spec.trust_remote_code)
+    return model_loss(inner, rows, spec, device)
+
+
+@torch.no_grad()
+def model_loss(inner: nn.Module, rows: Loader, spec: ModelSpec, device: torch.device) -> float:
+    """Return the mean loss of transformers' model over the label tokens of all ranks' `rows`."""
     model = HFCausalLM(inner, known_family=spec.is_known_family).eval()
     model.choose_attention(device, next(inner.parameters()).dtype)
     layout = replace(rows.source.layout, rank=0, world_size=1)
