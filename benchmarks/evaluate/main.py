@@ -18,7 +18,7 @@ from fp8_suite.benchmarks.records.launch import command_parser, folder_flag, run
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.report.tables import Columns, Table, make_table, markdown
 from fp8_suite.core.cli import add_setting
-from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.errors import UserError, bad_setting, one_line
 from fp8_suite.core.files import replace_file
 from fp8_suite.core.redact import redact
 from fp8_suite.training.config import all_settings
@@ -67,14 +67,18 @@ def evaluate(argv: list[str]) -> int:
     if measures and "dataset_name" not in given and not any(target.run for target in targets):
         raise bad_setting("no run is given; add --dataset_name, or other --tasks", tasks=",".join(measures))
     manager = find_tasks(tasks, args.include_path) if tasks else None
-    from fp8_suite.benchmarks.evaluate.measure import measure  # imports torch
+    import torch
+    from fp8_suite.benchmarks.evaluate.measure import measure
 
     results: list[Result] = []
     answers: list[dict[str, Any]] = []
     by_run: dict[Path, list[Result]] = {}
     for number, target in enumerate(targets, 1):
         print(f"[{number}/{len(targets)}] {target.path}", flush=True)
-        measured, cases = measure(target, measures, tasks, manager, args)
+        try:
+            measured, cases = measure(target, measures, tasks, manager, args)
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"{target.path}: out of GPU memory: {one_line(error)}") from None
         results, answers = results + measured, answers + cases
         if target.run:
             of_run = by_run[target.run] = by_run.get(target.run, []) + measured
