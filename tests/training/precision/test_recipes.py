@@ -28,6 +28,10 @@ EMULATED = tuple(name for name in TE_RECIPES if hasattr(emulated, RECIPES[name].
 # Code about one recipe: kernels fused with delayed scaling's casts, a peak of older code's runs, and a chart.
 NAMING_A_RECIPE = {"core/recipes.py", "training/kernels.py", "benchmarks/plan/check.py"}
 NAMING_A_RECIPE |= {"benchmarks/chart.py"}
+# Blocks are also a form of FP8 weights in files, which has block scaling's scales.
+NAMING_A_RECIPE |= {f"te_models/quantized/{name}.py" for name in ("forms", "methods")}
+NAMING_A_RECIPE |= {"training/export/loss.py", "training/export/quantize.py"}
+NAMING_A_RECIPE |= {"training/finish.py", "training/resolve.py"}
 
 
 def settings(**values) -> Config:
