@@ -19,7 +19,7 @@ from fp8_suite.te_models.kernels.loss import TokenLoss, linear_cross_entropy
 from fp8_suite.te_models.kernels.loss_fp8 import linear_cross_entropy_fp8
 from fp8_suite.te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
 from fp8_suite.te_models.lora.adapters import DropoutSeed, adapt_te, freeze_base
-from fp8_suite.te_models.lora.settings import PROJECTIONS
+from fp8_suite.te_models.lora.settings import PROJECTIONS, projection_names
 from fp8_suite.te_models.options import BuildOptions, NativeOptions
 from fp8_suite.te_models.recompute.layers import run_recomputed
 from fp8_suite.te_models.recompute.offload import ActivationOffload
@@ -120,12 +120,7 @@ class TECausalLM(nn.Module):
         sizes |= {"q_proj": heads * size, "k_proj": groups * size, "v_proj": groups * size}
         sizes |= dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
         rows_of_qkv = [sizes[name] for name in ("q_proj", "k_proj", "v_proj")]
-        names = [
-            f"model.layers.{i}.{parent}.{name}"
-            for i in range(len(self.layers))
-            for name, parent in PROJECTIONS.items()
-        ]
-        targets = lora.targets(names)
+        targets = lora.targets(projection_names(len(self.layers)))
         for i, layer in enumerate(self.layers):
             prefix = f"model.layers.{i}."
             adapt_te(

@@ -22,6 +22,7 @@ from fp8_suite.te_models.kernels.packed_attention import (
     install_packed_attention,
     sequence_boundaries,
 )
+from fp8_suite.te_models.lora.adapters import is_adapter
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.spec import tied_names
 from fp8_suite.te_models.weights import Gather
@@ -237,8 +238,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def hf_state(model: HFCausalLM, gather: Gather) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under their Hugging Face names, tied weights once."""
+    """Yield the weights under their Hugging Face names, tied weights once, without adapters."""
     parameters, tied = dict(model.model.named_parameters()), tied_names(model.model)
     for name, tensor in model.model.state_dict().items():
-        if name not in tied:
+        if name not in tied and not is_adapter(name):
             yield name, gather([parameters[name]])[0] if name in parameters else tensor

@@ -74,6 +74,17 @@ def matmul_parameters(shape: ModelShape) -> int:
     return shape.num_layers * (query_and_output + key_and_value + mlp) + lm_head
 
 
+def projections(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Return the input and output features of a layer's linear projections, by Hugging Face name."""
+    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return {
+        **{"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)},
+        **{"o_proj": (queries, hidden), "gate_proj": (hidden, ffn), "up_proj": (hidden, ffn)},
+        "down_proj": (ffn, hidden),
+    }
+
+
 def attention_flops(shape: ModelShape, sum_squared_lengths: int) -> float:
     """Forward and backward FLOPs of QK^T and PV in causal attention.
 
@@ -82,12 +93,14 @@ def attention_flops(shape: ModelShape, sum_squared_lengths: int) -> float:
     return 6.0 * shape.num_layers * shape.num_heads * shape.head_dim * sum_squared_lengths
 
 
-def model_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> float:
+def model_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int, adapters: int = 0) -> float:
     """Forward and backward FLOPs over `tokens` tokens in independent causal sequences.
 
     `sum_squared_lengths` is the sum of length^2 over the sequences; each packed sample is a sequence of its
     own. Source: PaLM (arXiv:2204.02311), appendix B, 6N + 12LHQT per token, with N the weights in GEMMs and
-    the causal half of the second term. Llama-3.1-8B at 8192 tokens: 51.47 GFLOP per token.
+    the causal half of the second term. Llama-3.1-8B at 8192 tokens: 51.47 GFLOP per token. With `adapters`,
+    the parameters of LoRA, the other weights are frozen: their gradients, 2N, are not computed.
     """
-    gemm_flops = 6.0 * matmul_parameters(shape) * tokens
+    frozen = 4.0 * matmul_parameters(shape) + 6.0 * adapters
+    gemm_flops = (frozen if adapters else 6.0 * matmul_parameters(shape)) * tokens
     return gemm_flops + attention_flops(shape, sum_squared_lengths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from fp8_suite.te_models.weights import (
     WeightSource,
     weight_files,
 )
-from torch import nn
+from torch import Tensor, nn
 
 NEEDS_CODE = "it needs Python code from its repository; read that code, then add --trust_remote_code"
 SAMPLES, SAMPLE_BYTES = 16, 2**16  # number and size of the samples that `digests` reads of a weight file
@@ -332,6 +333,14 @@ def count_parameters(spec: ModelSpec) -> int:
     return sum(p.numel() for p in on_meta(spec).parameters())
 
 
+def linear_sizes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Return (input, output) features of the Hugging Face model's linear layers without its LM head."""
+    model = on_meta(spec)
+    head, modules = model.get_output_embeddings(), model.named_modules()
+    linears = {name: m for name, m in modules if isinstance(m, nn.Linear) and m is not head}
+    return {name: (linear.in_features, linear.out_features) for name, linear in linears.items()}
+
+
 def weight_source(spec: ModelSpec, *, seed: int, device: torch.device) -> WeightSource:
     """Return the spec's safetensors, FP8 dequantized on `device`, or seeded random weights."""
     if spec.weights is not None:
@@ -339,3 +348,9 @@ def weight_source(spec: ModelSpec, *, seed: int, device: torch.device) -> Weight
     return RandomSource(
         parameter_shapes(on_meta(spec)), seed=seed, std=spec.config.initializer_range, device=device
     )
+
+
+def base_tensors(spec: ModelSpec, *, seed: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield the Hugging Face model's weights from their source, tied ones once."""
+    source = weight_source(spec, seed=seed, device=device)
+    return ((name, source.get(name)) for name in parameter_shapes(on_meta(spec)))

@@ -165,8 +165,6 @@ def lora_rules(s: Any) -> Iterator[tuple[str, str]]:
         return
     if s.sharding_mode in DEEPSPEED_MODES:
         yield "lora_rank sharding_mode", "adapters train under ddp and the fsdp modes; choose one"
-    if s.export:
-        yield "lora_rank export", "adapters are only in checkpoints; add --no_export"
     if s.fp8_all_gather:
         yield "lora_rank fp8_all_gather", "frozen weights are gathered in BF16; drop --fp8_all_gather"
 

@@ -13,12 +13,14 @@ from fp8_suite.core.readers import read_record
 from fp8_suite.data.build import Loaders
 from fp8_suite.data.chat import turn_end
 from fp8_suite.te_models.build import export_tensors
+from fp8_suite.te_models.lora.merge import Adapters, gather_adapters, merged, peft_config, peft_tensors
 from fp8_suite.te_models.quantized.forms import FORMS, FP32_BLOCKS, Quantizer
+from fp8_suite.te_models.spec import base_tensors
 from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.run_folder import SAMPLES_FILE, train_losses
 from fp8_suite.training.export.generate import generate_answers, generation_config, tokenizer_round_trips
 from fp8_suite.training.export.loss import export_loss
-from fp8_suite.training.export.write import export_hf
+from fp8_suite.training.export.write import NamedTensors, export_adapter, export_hf
 from fp8_suite.training.observers import Observers
 from fp8_suite.training.optim import moments
 from fp8_suite.training.optim import optimizer as optim
@@ -73,14 +75,39 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
             )
         return folder
 
+    adapters = gather_adapters(assembly.model, gather)
     for dtype, name in prepared.cfg.export_folders.items():
         quantizer = _quantizer(prepared, assembly.model) if dtype == "fp8" else None
         tensors = export_tensors(assembly.model, gather)
+        if adapters:
+            tensors = _merged(prepared, tensors, adapters)
         folder = ranks.iterate_on_rank0(tensors, partial(write, name=name, quantizer=quantizer))
         print_rank0(f"exported to {folder}")
         if quantizer:
             kv_heads = getattr(prepared.resolved.model.config, "num_key_value_heads", None)
             print_rank0("\n".join(quantizer.describe(kv_heads)))
+    if adapters:
+        print_rank0(f"adapter for peft: {ranks.run_on_rank0(lambda: _write_adapter(prepared, adapters))}")
+
+
+def _merged(prepared: PreparedRun, tensors: NamedTensors, adapters: Adapters) -> NamedTensors:
+    """Return the model's tensors with merged adapters, for rank 0.
+
+    Frozen FP8 weights are rounded; in their place are those that they were quantized from, read again.
+    """
+    if prepared.cfg.precision.fp8_weights:
+        if prepared.strategy.rank != 0:  # reading files is no collective
+            return iter(())
+        device = prepared.strategy.device
+        tensors = base_tensors(prepared.resolved.model, seed=prepared.cfg.optim.seed, device=device)
+    return merged(tensors, adapters, prepared.cfg.lora.scaling)
+
+
+def _write_adapter(prepared: PreparedRun, adapters: Adapters) -> Path:
+    spec = prepared.resolved.model
+    layers = spec.config.get_text_config().num_hidden_layers
+    config = peft_config(adapters, prepared.cfg.lora, base=spec.name, layers=layers)
+    return export_adapter(prepared.folder / "adapter", peft_tensors(adapters), config)
 
 
 def _quantizer(prepared: PreparedRun, model: nn.Module) -> Quantizer:
@@ -123,6 +150,7 @@ def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> 
         "steps": progress.step,
         "skipped_steps": progress.skipped_steps,
         "overflow_steps": progress.overflow_steps,
+        **_adapters(prepared),
         "tokens": progress.real_tokens,
         "label_tokens": progress.label_tokens,
         "train_loss": losses[-1] if losses else None,
@@ -145,6 +173,15 @@ def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> 
         "node_hours": progress.node_seconds / 3600,
         "seconds_to_first_step": observers.environment.get("seconds_to_first_step"),
     }
+
+
+def _adapters(prepared: PreparedRun) -> dict[str, Any]:
+    """Describe the adapters of a LoRA run for summary.json."""
+    lora, model = prepared.cfg.lora, prepared.sizing.chosen.model
+    if not lora.enabled:
+        return {}
+    settings = {"lora_rank": lora.lora_rank, "lora_alpha": lora.alpha, "lora_targets": lora.lora_targets}
+    return settings | {"trainable_parameters": model.adapters, "frozen_parameters": model.parameters}
 
 
 def generate_samples(prepared: PreparedRun, prompts: list[Any]) -> None:

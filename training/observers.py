@@ -192,7 +192,12 @@ def open_logs(
         print_rank0(f"MFU is not reported: no peak rate is known for {name}")
     rows = cfg.optim.batch_size * cfg.optim.gradient_accumulation_steps * strategy.world_size
     meter = Meter(
-        prepared.resolved.flops_shape, strategy.world_size, peaks, emulated=precision.emulated, full_rows=rows
+        prepared.resolved.flops_shape,
+        strategy.world_size,
+        peaks,
+        emulated=precision.emulated,
+        adapters=prepared.sizing.chosen.model.adapters,
+        full_rows=rows,
     )
     return Logs(tracker, Display(prepared.total_steps, done, enabled=strategy.rank == 0), meter)
 

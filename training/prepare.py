@@ -172,6 +172,8 @@ def _open_folder(cfg: Config, resolved: Resolved, cleanup: ExitStack) -> tuple[P
     cleanup.callback(lock.release)
     for name in cfg.export_folders.values():
         check_export(folder / name, resolved.model.weights)
+    if cfg.exports and cfg.lora.enabled:
+        check_export(folder / "adapter")
     if not cfg.checkpoint.output_dir:
         print_rank0(f"run folder: {folder}; to resume, repeat the command with --output_dir {folder}")
     return folder, is_new

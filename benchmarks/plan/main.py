@@ -109,6 +109,7 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     parameters, optim = setup.model.parameters, setup.cfg.optim
     level = plans[0].sizing.requested.cfg.model.recomputation
     size = f"{parameters / 1e9:.2f} billion" if parameters > 1e8 else f"{parameters / 1e6:.2f} million"
+    frozen = f", {setup.model.adapters / 1e6:.1f} million in adapters" if setup.model.adapters else ""
     head = [
         *COLUMNS,
         *["goodput"] * bool(plans[0].disk_gbs),
@@ -120,7 +121,7 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     if plans[0].sizing.is_choice:
         split = f"sequences of {setup.cfg.data.max_seq_length} tokens"
     lines = [
-        f"{size} parameters, {setup.recipe}, {split}"
+        f"{size} parameters{frozen}, {setup.recipe}, {split}"
         f"{f', --recompute {level}' if level not in ('none', AUTO) else ''}; {gpu.memory_gb:g} GB per GPU",
         "",
         markdown(head, [_row(plan, tokens, price) for plan in plans]),

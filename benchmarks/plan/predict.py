@@ -67,7 +67,8 @@ class Plan:
     def tflops(self) -> float:
         """Model TFLOP/s per GPU."""
         tokens, length = self.setup.tokens * self.setup.accumulation, self.setup.cfg.data.max_seq_length
-        flops = model_flops(self.setup.model.shape, tokens=tokens, sum_squared_lengths=tokens * length)
+        model, pairs = self.setup.model, tokens * length
+        flops = model_flops(model.shape, tokens=tokens, sum_squared_lengths=pairs, adapters=model.adapters)
         return flops / self.step / 1e12
 
     @property
@@ -92,7 +93,7 @@ class Plan:
     def host_gb(self) -> tuple[float, float]:
         """Host memory per node in GB: always, and in addition while saving a checkpoint."""
         kept, saving = host_state(self.setup)
-        billions = self.setup.model.parameters / self.setup.nodes / 1e9
+        billions = self.setup.model.trained / self.setup.nodes / 1e9
         return kept * billions + host_activations(self.setup) / 1e9, saving * billions
 
 

@@ -15,18 +15,28 @@ PROJECTIONS = {  # Hugging Face's names of a decoder layer's linear layers, in t
 }
 
 
+def projection_names(layers: int) -> list[str]:
+    """Return Hugging Face's names of the linear layers in a decoder of this many layers."""
+    return [
+        f"model.layers.{i}.{parent}.{name}" for i in range(layers) for name, parent in PROJECTIONS.items()
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(Section):
     """LoRA"""
 
-    affects: ClassVar[Effect] = "learning"
+    affects: ClassVar[Effect] = "step"
 
     lora_rank: int = setting(
         0, "train adapters of this rank, and freeze the model's weights; 0: train the weights", minimum=0
     )
     # With a fixed ratio, another rank needs no other learning rate.
     lora_alpha: float | None = setting(
-        None, "adapters are multiplied by alpha / rank; default: 2 x rank", above=0
+        None,
+        "adapters are multiplied by alpha / rank; default: 2 x rank",
+        above=0,
+        affects="learning",
     )
     lora_dropout: float = setting(0.0, "dropout of the adapters' inputs", minimum=0, below=1)
     lora_targets: str = setting(

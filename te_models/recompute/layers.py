@@ -32,11 +32,14 @@ from fp8_suite.te_models.recompute.offload import ActivationOffload
 from fp8_suite.te_models.settings import KEPT
 from torch import Tensor, nn
 
-# Results of the GEMMs of a layer's modules, in the order in which a module's forward pass runs them.
+# Results of the GEMMs of a layer's modules, in the order in which a module's forward pass runs them. With
+# adapters the MLP is two modules.
 GEMMS = {
     "self_attention.layernorm_qkv": ("qkv",),
     "self_attention.proj": ("output",),
     "layernorm_mlp": ("gate_up", "down"),
+    "layernorm_mlp.fc1": ("gate_up",),
+    "layernorm_mlp.fc2": ("down",),
 }
 
 
@@ -120,9 +123,10 @@ class _Results:
             return replacement
 
         with ExitStack() as stack:
-            for path, names in GEMMS.items():
-                hook = functools.partial(enter, names)
-                stack.callback(layer.get_submodule(path).register_forward_pre_hook(hook).remove)
+            for path, module in layer.named_modules():
+                if path in GEMMS:
+                    hook = functools.partial(enter, GEMMS[path])
+                    stack.callback(module.register_forward_pre_hook(hook).remove)
             is_native = self.backend == "native"
             patch = TE_GEMMS if is_native else EMULATED_GEMMS
             stack.enter_context(patch.on(lambda kernel: wrap(kernel, lambda: next(gemms, None))))

@@ -348,3 +348,13 @@ def test_a_gpu_is_described_by_flags():
     gpu = "--gpu X --gpu_memory_gb 205 --bf16_tflops 1307 --fp8_tflops 2614 --memory_tbs 5.3 --link_gbs 4"
     assert "205 GB per GPU" in run(f"{gpu} --gpus 1,8 --use_te --mixed_precision fp8".split())
     assert "120 GB per GPU" in run(["--gpu", "NVIDIA h200", "--gpu_memory_gb", "120", "--gpus", "1"])
+
+
+def test_adapters_of_an_8b_fit_a_third_of_an_h200_and_skip_a_third_of_the_gemms():
+    auto = {"recompute": "auto", "lora_rank": 16, "memory_limit_gb": 48.0} | FP8
+    plan, full = plan_of(**auto), plan_of(**FP8)
+    assert plan.fits and plan.peak < 46e9
+    assert plan.seconds["linear layers"] == pytest.approx(full.seconds["linear layers"] * 2 / 3)
+    flops = 51.47e9 - 2 * (N8 - 128_256 * 4096 - 65 * 4096) + 6 * 41.94e6  # a token's; norms are no GEMMs
+    assert plan.tflops * 1e12 / plan.tokens_per_second == pytest.approx(flops, rel=1e-3)
+    assert plan.tokens_per_second > 16_000

@@ -32,6 +32,8 @@ def test_model_flops():
     packed = model_flops(LLAMA_8B, tokens=8192, sum_squared_lengths=8 * 1024**2)
     # 6 * 32 layers * 4096 * (8192^2 - 8*1024^2)
     assert flops - packed == 786_432 * 58_720_256
+    frozen = model_flops(SMALL, tokens=5, sum_squared_lengths=13, adapters=10)
+    assert frozen == 37_500 * 4 / 6 + 6 * 10 * 5 + 1872
 
 
 def test_shape_from_hf_config():

@@ -23,11 +23,26 @@ def layer_activations(setup: TrainingSetup) -> float:
     """
     s, costs = setup.model.shape, costs_of(setup.recipe)
     queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    bf16 = 2 * (4 * s.hidden_size + 2 * queries + 2 * keys + 3 * s.ffn_hidden_size)
+    inputs = 2 * s.hidden_size + s.ffn_hidden_size  # of GEMMs alone: outputs of norms, product of the MLP
+    if setup.model.adapters:
+        inputs = _adapter_inputs(setup)
+    bf16 = 2 * (2 * s.hidden_size + 2 * queries + 2 * keys + 2 * s.ffn_hidden_size + inputs)
     if setup.cfg.model.use_te and setup.model.qk_norm:
         bf16 += 2 * (queries + 2 * keys)
     less = costs.ffn_bytes_saved * s.ffn_hidden_size + costs.hidden_bytes_saved * s.hidden_size
-    return setup.tokens * (bf16 - less * setup.fp8_layer_share)
+    less = 0.0 if setup.model.adapters else less * setup.fp8_layer_share
+    return setup.tokens * (bf16 - less)
+
+
+def _adapter_inputs(setup: TrainingSetup) -> float:
+    """Return the values per token that a layer saves for its adapters, in BF16.
+
+    GEMMs with frozen weights save no input; adapters do, and with dropout also its mask. Attention saves its
+    output, the second input, by itself.
+    """
+    drops = setup.cfg.lora.lora_dropout > 0
+    qkv, output, *mlp = (share * width for share, width, _ in setup.adapted_gemms)
+    return (1 + drops) * (qkv + sum(mlp)) + 2 * drops * output
 
 
 def _kept_widths(setup: TrainingSetup, level: str) -> list[int]:
@@ -50,6 +65,8 @@ def kept_activations(setup: TrainingSetup, level: str) -> float:
         return layer_activations(setup)
     if level == "mlp" and not setup.cfg.model.use_te:  # all but the inside of the MLP
         per_ffn = 6.0 - costs_of(setup.recipe).ffn_bytes_saved * setup.fp8_layer_share
+        if setup.model.adapters:
+            per_ffn = 4.0 + 2.0 * setup.adapted_gemms[-1][0]
         return layer_activations(setup) - setup.tokens * per_ffn * setup.model.shape.ffn_hidden_size
     return setup.tokens * 2.0 * sum(_kept_widths(setup, level))
 

@@ -49,6 +49,14 @@ WAYS_OUT: tuple[Changes, ...] = (
     OFFLOADED_STATE | {"fp8_weights": True} | OFFLOADED_ACTIVATIONS,
     OFFLOADED_STATE | OFFLOADED_ACTIVATIONS,
 )
+# Adapters have little optimizer state and few gradients.
+FROZEN_IN_FP8: Changes = {"fp8_weights": True}
+ADAPTER_WAYS_OUT: tuple[Changes, ...] = (
+    {},
+    FROZEN_IN_FP8,
+    OFFLOADED_ACTIVATIONS,
+    FROZEN_IN_FP8 | OFFLOADED_ACTIVATIONS,
+)
 # The same for host memory.
 HOST_WAYS_OUT: tuple[Changes, ...] = (
     {"moment_dtype": "fp8"},
@@ -132,9 +140,11 @@ def _ways_out(sizing: Sizing) -> Iterator[tuple[Changes, int]]:
 
 def ways_out(sizing: Sizing) -> list[Changes]:
     """Return the table's settings for this run, complete with those that change no numerics."""
-    basis, rows = unchanged_numerics(sizing), WAYS_OUT
+    basis = unchanged_numerics(sizing)
+    rows = ADAPTER_WAYS_OUT if sizing.requested.cfg.lora.enabled else WAYS_OUT
     if sizing.requested.cfg.sharding.sharding_mode in SHARDING_LESS and sizing.requested.gpus > 1:
-        rows = ({}, *(FULLY_SHARDED | row for row in WAYS_OUT))
+        unsharded = (row for row in rows if row in ({}, FROZEN_IN_FP8))
+        rows = (*unsharded, *(FULLY_SHARDED | row for row in rows))
     return [basis | row for row in rows]
 
 

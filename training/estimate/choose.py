@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import as_flag, bad_setting
 from fp8_suite.core.gpus import REFERENCE_GPU, planned_gpu
 from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.families import FAMILIES
+from fp8_suite.te_models.lora.settings import LoraConfig
 from fp8_suite.te_models.shape import ModelShape
-from fp8_suite.te_models.spec import ModelSpec, count_parameters
+from fp8_suite.te_models.spec import ModelSpec, count_parameters, linear_sizes
 from fp8_suite.training.config import Config, refused_by_zero_3
 from fp8_suite.training.estimate import advice, sizes
 from fp8_suite.training.estimate.modes import make_setup
@@ -75,7 +78,7 @@ def choose_sizing(
     unknown = _why_unpredicted(cfg, model, mode or "fsdp_full")
     # Counting parameters builds the model on the meta device, where remote code may fail.
     uncounted = model.trust_remote_code and not model.is_known_family and mode is not None
-    size = ModelSize(0) if uncounted else _size_of(model)
+    size = ModelSize(0) if uncounted else _size_of(model, cfg.lora)
     gpus = ranks.world_size(), ranks.local_rank_and_size()[1]
     request, reason = make_setup(
         cfg, size, mode or AUTO, *gpus, free, effective=effective, predicted=not unknown
@@ -111,14 +114,19 @@ def _fixed_mode(cfg: Config) -> str | None:
     return None if mode == AUTO else mode
 
 
-def _size_of(model: ModelSpec) -> ModelSize:
+def _size_of(model: ModelSpec, lora: LoraConfig) -> ModelSize:
     text_config, family = model.config.get_text_config(), FAMILIES.get(model.family)
-    return ModelSize(
+    size = ModelSize(
         count_parameters(model),
         ModelShape.from_hf_config(model.config),
         tied=bool(getattr(text_config, "tie_word_embeddings", False)),
         qk_norm=family is not None and family.qk_norm,
     )
+    if model.is_known_family or not lora.enabled:
+        return size
+    linears = linear_sizes(model)
+    features = sum(sum(linears[name]) for name in lora.targets(list(linears)))
+    return replace(size, adapters=lora.lora_rank * features)
 
 
 def _why_unpredicted(cfg: Config, model: ModelSpec, mode: str) -> str | None:

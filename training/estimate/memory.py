@@ -6,6 +6,8 @@ Sizes are bytes on one GPU. 1 GB is 10^9 bytes, as in summary.json. This module 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fp8_suite.core.machine import host_memory
 from fp8_suite.core.recipes import costs_of
 from fp8_suite.te_models.settings import CHUNK_BYTES, TOKENS_PER_GEMM
@@ -35,24 +37,23 @@ def state(setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes of weights, master weights and moments between steps."""
     if setup.mode_spec.offload:
         return {"weights": 0.0, "master weights": 0.0, "moments": 0.0}
-    optimizer, parameters = setup.optimizer, setup.model.parameters
-    shard = parameters / setup.shards
-    weight, moments = optimizer.parameter_dtype.itemsize, optimizer.moment_bytes
-    masters = optimizer.master_bytes * shard
-    weights = weight * (parameters if setup.mode_spec.stage in (1, 2) else shard)
-    weights += setup.fp8_share * shard
+    optimizer, model = setup.optimizer, setup.model
+    trained = model.trained / setup.shards
+    weights = setup.weight_bytes * model.parameters / (1 if setup.mode_spec.stage in (1, 2) else setup.shards)
+    weights += optimizer.parameter_dtype.itemsize * model.adapters / setup.shards
+    masters, moments = optimizer.master_bytes * trained, optimizer.moment_bytes * trained
     if optimizer.offload:  # its buffers exist only in the step, when the memory of activations is free
-        weights -= 2 * setup.fp8_share * shard
         masters = moments = 0.0
-    return {"weights": weights, "master weights": masters, "moments": moments * shard}
+    return {"weights": weights, "master weights": masters, "moments": moments}
 
 
 def resident_state(setup: TrainingSetup) -> float:
     """Return the bytes of a GPU's part of weights, gradients, master weights and moments."""
     if setup.mode_spec.offload:
         return 0.0
-    per_parameter = setup.optimizer.state_bytes + setup.fp8_share - setup.offloaded_state
-    return per_parameter * setup.model.parameters / setup.shards
+    gradients = setup.optimizer.parameter_dtype.itemsize * setup.model.trained
+    unsharded = replace(setup, mode="single")
+    return (sum(state(unsharded).values()) + gradients) / setup.shards
 
 
 def accumulated_gradients(setup: TrainingSetup) -> float:
@@ -60,7 +61,7 @@ def accumulated_gradients(setup: TrainingSetup) -> float:
 
     ZeRO 3's gradients and DDP's buckets are also kept between steps.
     """
-    parameters, stage = setup.model.parameters, setup.mode_spec.stage
+    parameters, stage = setup.model.trained, setup.mode_spec.stage
     if setup.mode_spec.engine == "ddp" and not setup.exchanges_sums:
         return 2.0 * parameters
     if stage and not setup.mode_spec.offload:
@@ -82,9 +83,9 @@ def gathered_weights(setup: TrainingSetup) -> float:
     ddp = spec.engine == "ddp"
     in_fp32 = setup.cfg.sharding.grad_reduce_dtype == "fp32"
     if ddp and setup.nodes > 1 and in_fp32 and not setup.exchanges_sums:
-        return 4.0 * model.parameters  # buffers of the FP32 all-reduce, until the next backward
+        return 4.0 * model.trained  # buffers of the FP32 all-reduce, until the next backward
     if not setup.fsdp:
-        return fp8_exchange(setup) * model.head_weights if ddp else 0.0
+        return fp8_exchange(setup) * model.head_gradients if ddp else 0.0
     return 2.0 * (model.parameters if spec.gathers_once else model.root_weights + model.block_weights)
 
 
@@ -112,7 +113,7 @@ def loss_peak(setup: TrainingSetup) -> float:
     """
     if setup.cfg.precision.fp8_lm_head:
         return _loss_peak_fp8(setup)
-    s, head = setup.model.shape, setup.model.head_weights
+    s, head = setup.model.shape, setup.model.head_gradients
     rows = min(setup.tokens, CHUNK_BYTES // (2 * s.vocab_size))
     chunk = 2.0 * rows * s.vocab_size
     hidden = 3 * 2.0 * setup.tokens * s.hidden_size  # output of the last layer, its norm, and their gradient
@@ -154,7 +155,7 @@ def offloaded_bytes(setup: TrainingSetup) -> float:
     """Return the bytes of host memory per node that offloaded state and activations need."""
     kept, saving = host_state(setup)
     per_parameter = kept + saving * setup.cfg.checkpoint.save_checkpoints
-    return per_parameter * setup.model.parameters / setup.nodes + host_activations(setup)
+    return per_parameter * setup.model.trained / setup.nodes + host_activations(setup)
 
 
 def host_capacity(setup: TrainingSetup) -> float:
@@ -166,7 +167,7 @@ def host_capacity(setup: TrainingSetup) -> float:
 def checkpoint_bytes(setup: TrainingSetup) -> float:
     """Return the bytes of a checkpoint: BF16 weights, 16-bit remainders of their masters, and moments."""
     optimizer = setup.optimizer
-    return (2 + 2 * optimizer.master_weights + optimizer.moment_bytes) * setup.model.parameters
+    return (2 + 2 * optimizer.master_weights + optimizer.moment_bytes) * setup.model.trained
 
 
 def staging_bytes(setup: TrainingSetup, *, copies_host: bool) -> float:
@@ -174,7 +175,7 @@ def staging_bytes(setup: TrainingSetup, *, copies_host: bool) -> float:
 
     Without `copies_host`, state that is offloaded to host memory is not copied.
     """
-    offloaded = 0.0 if copies_host else setup.offloaded_state * setup.model.parameters
+    offloaded = 0.0 if copies_host else setup.offloaded_state * setup.model.trained
     return (checkpoint_bytes(setup) - offloaded) / setup.nodes
 
 
@@ -205,12 +206,13 @@ def start_of_backward(setup: TrainingSetup) -> dict[str, float]:
     # BF16 gradients of gate, up and product, and two of the hidden size.
     activations = parts["activations"] + 2.0 * setup.tokens * (3 * s.ffn_hidden_size + 2 * s.hidden_size)
     # The next block's gathered weights, and send and receive buffers of this block's gradients, all in BF16.
-    communication = max(6.0, 4.0 + fp8_exchange(setup)) * model.block_weights if setup.fsdp else 0.0
+    buffers = max(4.0, 2.0 + fp8_exchange(setup)) * model.block_gradients
+    communication = 2.0 * model.block_weights + buffers if setup.fsdp else 0.0
     return parts | {
-        "gradients": parts["gradients"] + 2.0 * model.block_weights,
+        "gradients": parts["gradients"] + 2.0 * model.block_gradients,
         "FP8 weight copies": copies,
         "activations": activations + layer_activations(setup) - kept_activations(setup, last),
-        "logits and head gradient": 2.0 * model.head_weights,
+        "logits and head gradient": 2.0 * model.head_gradients,
         "gathered, communication": parts["gathered, communication"] + communication,
     }
 
@@ -222,8 +224,8 @@ def end_of_backward(setup: TrainingSetup) -> dict[str, float]:
     gradients are sharded, and no further block is gathered.
     """
     model, parts, fsdp = setup.model, start_of_backward(setup), setup.fsdp
-    sharded = (model.parameters - model.root_weights - model.block_weights) / setup.shards
-    gradients = 2.0 * (sharded + model.block_weights)
+    sharded = (model.trained - model.root_gradients - model.block_gradients) / setup.shards
+    gradients = 2.0 * (sharded + model.block_gradients)
     one_layer = fp8_copies(setup) / model.shape.num_layers
     copies = parts["FP8 weight copies"]
     stored = stored_activations(setup) - kept_activations(setup, setup.recompute[-1])
@@ -242,17 +244,18 @@ def after_backward(setup: TrainingSetup) -> dict[str, float]:
     if setup.fsdp:
         # The root's gradients are reduced last: its gathered weights, gradients, send and receive buffers are
         # BF16. The blocks' weights and gradients are sharded again by then.
-        gradients *= model.root_weights / model.parameters
-        gradients += 2.0 * (model.parameters - model.root_weights) / setup.shards
-        communication = max(8.0, 4.0 + fp8_exchange(setup)) * model.root_weights
+        gradients *= model.root_gradients / model.trained
+        gradients += 2.0 * (model.trained - model.root_gradients) / setup.shards
+        communication = 2.0 * model.root_weights
+        communication += max(6.0, 2.0 + fp8_exchange(setup)) * model.root_gradients
         if spec.in_groups and setup.cfg.sharding.grad_reduce_dtype == "fp32":
             # Inputs of the FP32 all-reduce between replicas live until backward ends.
-            communication += 4.0 * model.parameters / setup.shards
+            communication += 4.0 * model.trained / setup.shards
     elif spec.stage in (1, 2):
         communication = ZERO_BUCKETS
         gradients = max(gradients, 2.0 * model.parameters / setup.gpus)
     elif not spec.stage:
-        gradients = max(gradients, 2.0 * model.parameters)
+        gradients = max(gradients, 2.0 * model.trained)
     one_layer = 0.0 if setup.fsdp else fp8_copies(setup) / model.shape.num_layers
     return parts | {
         "gradients": gradients,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config
 from fp8_suite.training.estimate.memory import accumulated_gradients, resident_state
-from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
+from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup, with_adapters
 from fp8_suite.training.estimate.sizes import choose_sizes, why_unpredicted, with_sizes
 
 # From this many parameters on, sharding the optimizer step saves more time than gathering weights costs.
@@ -34,6 +34,9 @@ def make_setup(
     UserError if the mode's optimizer refuses the settings.
     """
     from fp8_suite.training.optim.optimizer import choose_optimizer  # imported here because it imports torch
+
+    if model.shape and not model.adapters:
+        model = with_adapters(model, cfg.lora)
 
     def setup(mode: str) -> TrainingSetup:
         optimizer = choose_optimizer(cfg, mode, on_gpu=free is not None)
@@ -76,7 +79,7 @@ def _choose_by_state(setup: TrainingSetup, free: float, modes: list[str]) -> tup
     reason = f"{setup.state_on_gpu} need {unsharded / 1e9:.1f} GB, a GPU has room for {limit / 1e9:.1f} GB"
     if sums := accumulated_gradients(replace(setup, mode="fsdp_full")):
         reason += f"; accumulated gradients need {sums / 1e9:.1f} GB"
-    if unsharded <= limit and setup.model.parameters < LARGE_MODEL:
+    if unsharded <= limit and setup.model.trained < LARGE_MODEL:
         return "ddp", reason
     if needed["fsdp_grad"] <= limit:
         return "fsdp_grad", f"{reason}; a shard plus gathered weights and gradients fits"
@@ -95,9 +98,10 @@ def _resident_bytes(setup: TrainingSetup) -> float:
     if setup.fsdp:
         resident += accumulated_gradients(setup)
     if setup.exchanges_sums:
-        resident += accumulated_gradients(setup) - 2 * setup.model.parameters  # FP32 instead of BF16
+        resident += accumulated_gradients(setup) - 2 * setup.model.trained  # FP32 instead of BF16
     if setup.mode_spec.gathers_once:
         # Weights, and gradients until they are reduced. With accumulation this is an upper bound, as each
         # block's gradient is then added to the sums above and freed.
-        resident += 2 * setup.model.parameters * (4 if setup.cfg.precision.mixed_precision == "fp32" else 2)
+        itemsize = 4 if setup.cfg.precision.mixed_precision == "fp32" else 2
+        resident += itemsize * (setup.model.parameters + setup.model.trained)
     return resident

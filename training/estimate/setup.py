@@ -5,11 +5,14 @@ This module must not import torch, so that `benchmarks.plan` shows its help and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from fp8_suite.te_models.lora.settings import LoraConfig, projection_names
 from fp8_suite.te_models.settings import recompute_levels
-from fp8_suite.te_models.shape import ModelShape, matmul_parameters
+from fp8_suite.te_models.shape import ModelShape, matmul_parameters, projections
 from fp8_suite.training.config import Config
 from fp8_suite.training.parallel.settings import MODES, ModeSpec
 
@@ -25,6 +28,13 @@ class ModelSize:
     shape: ModelShape | None = None  # None: only weights, gradients and optimizer state can be counted
     tied: bool = False
     qk_norm: bool = False
+    adapters: int = 0  # parameters of LoRA adapters, which then train alone, in addition to `parameters`
+    adapted: Mapping[str, int] = field(default_factory=dict)  # number of layers by adapted projection
+
+    @property
+    def trained(self) -> int:
+        """Number of parameters that have gradients, masters and moments."""
+        return self.adapters or self.parameters
 
     @property
     def gemm_weights(self) -> int:
@@ -45,6 +55,32 @@ class ModelSize:
     def block_weights(self) -> float:
         """Number of weights in one decoder layer."""
         return (self.parameters - self.root_weights) / self.shape.num_layers
+
+    @property
+    def head_gradients(self) -> int:
+        """Number of gradients of the LM head."""
+        return 0 if self.adapters else self.head_weights
+
+    @property
+    def root_gradients(self) -> int:
+        """Number of gradients of embedding, LM head and final norm."""
+        return 0 if self.adapters else self.root_weights
+
+    @property
+    def block_gradients(self) -> float:
+        """Number of gradients of one decoder layer."""
+        return (self.trained - self.root_gradients) / self.shape.num_layers
+
+
+def with_adapters(model: ModelSize, lora: LoraConfig) -> ModelSize:
+    """Return the size of a model of a known family with these adapters. UserError for wrong targets."""
+    if not lora.enabled:
+        return model
+    sizes = projections(model.shape)
+    names = lora.targets(projection_names(model.shape.num_layers))
+    adapted = Counter(name.rpartition(".")[2] for name in names)
+    adapters = lora.lora_rank * sum(number * sum(sizes[name]) for name, number in adapted.items())
+    return replace(model, adapters=adapters, adapted=adapted)
 
 
 @dataclass(frozen=True)
@@ -109,6 +145,15 @@ class TrainingSetup:
         return sum(level in levels for level in self.recompute) / self.model.shape.num_layers
 
     @property
+    def adapted_gemms(self) -> list[tuple[float, int, int]]:
+        """Share of the layers with adapters, input and output features of each GEMM, in a layer's order."""
+        sizes, gemms = projections(self.model.shape), []
+        for names in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
+            share = max(self.model.adapted.get(name, 0) for name in names) / self.model.shape.num_layers
+            gemms.append((share, sizes[names[0]][0], sum(sizes[name][1] for name in names)))
+        return gemms
+
+    @property
     def recipe(self) -> str:
         """Recipe that runs, or "bf16"."""
         requested = self.cfg.requested_recipe if self.cfg.precision.mixed_precision == "fp8" else "bf16"
@@ -131,6 +176,16 @@ class TrainingSetup:
         """Fraction of the parameters that are FP8 weights."""
         held = self.optimizer.holds_fp8_weights
         return self.model.gemm_weights / self.model.parameters if held else 0.0
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes per parameter of the weights on the GPU, without adapters.
+
+        FP8 weights are in addition to those in BF16, unless the latter are offloaded, or need not be kept
+        because they are frozen.
+        """
+        alone = self.optimizer.offload or self.model.adapters > 0
+        return self.optimizer.parameter_dtype.itemsize + self.fp8_share * (-1 if alone else 1)
 
     @property
     def state_on_gpu(self) -> str:

@@ -232,7 +232,6 @@ def why_unpredicted(cfg: Config, mode: str) -> tuple[dict[str, Any], str] | None
             {"deterministic": True, "flash_attention": False},
             unfused,
         ),
-        (cfg.lora.enabled, {"lora_rank": cfg.lora.lora_rank}, "predictions cover full training; drop it"),
         (mode == "deepspeed", {"sharding_mode": mode}, modes),
     ]
     return next(((settings, reason) for applies, settings, reason in rules if applies), None)

@@ -38,6 +38,7 @@ LINK_SHARE, EXPOSED = 0.75, 0.70
 # (85 ms, 16 layers, 3,072 tokens). TE layers of a 7B took 4.5 to 4.7 ms on two H100 hosts, recomputed ones
 # 7.5 to 8.2 ms.
 LAUNCH_SECONDS, RECOMPUTED_LAUNCH_SECONDS = 5e-3, 8e-3
+ADAPTER_LAUNCH_SECONDS = 2e-3  # in addition, for about 80 small kernels per layer; assumed
 # DeepSpeed ZeRO 1 and 2 copy gradients into and out of buckets and all-gather weights after the step, with
 # little overlap. Copied bytes per parameter by stage, from 1B and 3B on two and four GPUs.
 ZERO_COPIED = {1: 110, 2: 87}
@@ -50,16 +51,17 @@ OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: PCIe and host memory bandwidth p
 
 
 def _gemm_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
-    """Time of the linear layers' GEMMs: forward, recomputation, dgrad and wgrad."""
+    """Time of the linear layers' GEMMs: forward, recomputation, dgrad, and wgrad unless they are frozen."""
     flops = 2.0 * setup.model.gemm_weights * setup.tokens
-    passes = 3 + recomputed_weights(setup) / setup.model.gemm_weights
+    trains, recomputed = not setup.model.adapters, recomputed_weights(setup) / setup.model.gemm_weights
+    passes = 2 + trains + recomputed
     bf16 = flops / (gpu.bf16_tflops * 1e12 * BF16_COSTS.gemm_share)
     if setup.recipe == "bf16":
         return passes * bf16
     if gpu.fp8_tflops is None:
         raise bad_setting("the GPU's FP8 peak is unknown; add --fp8_tflops", mixed_precision="fp8")
     fp8 = flops / (gpu.fp8_tflops * 1e12 * costs_of(setup.recipe).gemm_share)
-    low = (passes - 1) * fp8 + bf16 if RECIPES[setup.recipe].bf16_wgrad else passes * fp8
+    low = (passes - 1) * fp8 + bf16 if RECIPES[setup.recipe].bf16_wgrad and trains else passes * fp8
     return low * setup.fp8_layer_share + passes * bf16 * (1 - setup.fp8_layer_share)
 
 
@@ -75,7 +77,8 @@ def _attention_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
 def _head_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
     fp8 = setup.cfg.precision.fp8_lm_head
     tflops = gpu.fp8_tflops * FP8_HEAD_SHARE if fp8 else gpu.bf16_tflops * HEAD_SHARE
-    return 6.0 * setup.model.head_weights * setup.tokens / (1e12 * tflops)
+    flops = 4.0 * setup.model.head_weights + 2.0 * setup.model.head_gradients
+    return flops * setup.tokens / (1e12 * tflops)
 
 
 def _elementwise_bytes(setup: TrainingSetup) -> float:
@@ -105,8 +108,22 @@ def _cast_bytes(setup: TrainingSetup) -> float:
     per_weight = costs_of(setup.recipe).cast_bytes * (casts * stored + again * (1 - stored))
     if setup.optimizer.holds_fp8_weights:
         per_weight = 2.0  # backward transposes them: a byte is read and one written
-    moved = costs_of(setup.recipe).cast_bytes * values + per_weight * setup.model.gemm_weights
+    # Without wgrad, inputs and gradients are cast to one layout.
+    per_value = costs_of(setup.recipe).cast_bytes - bool(setup.model.adapters)
+    moved = per_value * values + per_weight * setup.model.gemm_weights
     return moved * setup.fp8_layer_share
+
+
+def _adapter_bytes(setup: TrainingSetup) -> float:
+    """Memory traffic of adapters, which take few FLOPs: inputs [T, in] and outputs [T, out] in BF16.
+
+    Forward reads an input once and adds to an output. Backward reads the gradient of an output twice, the
+    input once, and adds to the gradient of the input: it writes its part, reads both, and writes the sum.
+    """
+    forward = sum(share * (2 * inputs + 4 * outputs) for share, inputs, outputs in setup.adapted_gemms)
+    backward = sum(share * (10 * inputs + 4 * outputs) for share, inputs, outputs in setup.adapted_gemms)
+    per_token = forward * (2 - setup.share_of("none")) + backward
+    return setup.model.shape.num_layers * setup.tokens * per_token
 
 
 def adam_bytes(setup: TrainingSetup) -> float:
@@ -117,7 +134,7 @@ def adam_bytes(setup: TrainingSetup) -> float:
 
 
 def _optimizer_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
-    parameters = setup.model.parameters / setup.shards
+    parameters = setup.model.trained / setup.shards
     if setup.mode_spec.offload:
         return 28 * parameters / OPTIMIZER_HOST_BANDWIDTH
     fused = setup.optimizer.kind == "fused_adamw"
@@ -145,11 +162,11 @@ def exchange(setup: TrainingSetup) -> Exchange:
     sums = setup.exchanges_sums or (setup.fsdp and setup.accumulation > 1)
     local_sum = setup.nodes == 1 and not sums and not setup.mode_spec.in_groups
     in_fp32 = setup.cfg.sharding.grad_reduce_dtype == "fp32"
-    between_replicas = gradient = (2 if local_sum or not in_fp32 or stage else 4) * model.parameters
+    between_replicas = gradient = (2 if local_sum or not in_fp32 or stage else 4) * model.trained
     if setup.cfg.sharding.grad_reduce_dtype == "fp8":
-        gradient = (1 + 1 / 128) * model.parameters  # E4M3, and an exponent per 128 values
+        gradient = (1 + 1 / 128) * model.trained  # E4M3, and an exponent per 128 values
     if setup.mode_spec.engine == "ddp":
-        return Exchange(2 * gradient, 0, 6 * model.parameters, 2 * layers)
+        return Exchange(2 * gradient, 0, 6 * model.trained, 2 * layers)
     if stage in (1, 2):
         rounds = setup.accumulation if stage == 2 else 1
         copied = ZERO_COPIED[stage] * model.parameters
@@ -158,7 +175,7 @@ def exchange(setup: TrainingSetup) -> Exchange:
     weights = 2 * model.parameters - setup.gathers_fp8 * model.gemm_weights
     rounds = setup.accumulation if stage else 1
     across = 2 * between_replicas / setup.shards if setup.mode_spec.in_groups else 0.0
-    copied = (4 * gathers + 8 * rounds) * model.parameters
+    copied = 4 * gathers * model.parameters + 8 * rounds * model.trained
     return Exchange(gathers * weights + rounds * gradient, across, copied, layers * (gathers + rounds))
 
 
@@ -191,7 +208,8 @@ def _launch_seconds(setup: TrainingSetup) -> float:
     once = ZERO3_LAUNCH_SECONDS if setup.mode_spec.stage == 3 else LAUNCH_SECONDS
     te_layers = setup.cfg.model.use_te and setup.mode_spec.stage != 3
     again = RECOMPUTED_LAUNCH_SECONDS if te_layers else 4 / 3 * once  # forward is a third
-    return once * setup.share_of("none") + again * (1 - setup.share_of("none"))
+    adapters = ADAPTER_LAUNCH_SECONDS * bool(setup.model.adapters)
+    return adapters + once * setup.share_of("none") + again * (1 - setup.share_of("none"))
 
 
 def step_seconds(setup: TrainingSetup, gpu: Gpu, *, network: float = NETWORK_BANDWIDTH) -> dict[str, float]:
@@ -203,6 +221,7 @@ def step_seconds(setup: TrainingSetup, gpu: Gpu, *, network: float = NETWORK_BAN
         "LM head": _head_seconds(setup, gpu),
         "norms, SwiGLU, adds": _elementwise_bytes(setup) / bandwidth,
         "FP8 casts": _cast_bytes(setup) / bandwidth,
+        "adapters": _adapter_bytes(setup) / bandwidth,
     }
     parts = {name: setup.accumulation * value for name, value in micro_batch.items()}
     compute = sum(parts.values())

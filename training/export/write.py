@@ -68,6 +68,14 @@ def export_hf(
     return folder
 
 
+def export_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    """Write an adapter for peft; return its path. On one process. It replaces an earlier one as an export."""
+    with replacing_export(folder) as partial:
+        write_tensors(partial / "adapter_model.safetensors", tensors, {"format": "pt"})
+        write_json(partial / "adapter_config.json", config)
+    return folder
+
+
 @contextmanager
 def replacing_export(folder: Path) -> Iterator[Path]:
     """Yield a new, empty folder that becomes `folder` if the block succeeds; see `export_hf`."""

@@ -25,6 +25,7 @@ class Meter:
     world_size: int
     peaks: dict[str, float | None]  # TFLOP/s of the GPU, by precision
     emulated: bool = False
+    adapters: int = 0  # parameters of LoRA; the model's weights are then frozen
     full_rows: int = 1  # sequences of a full global batch; an epoch's last step may have fewer
     seconds: float = 0.0
     waited: float = 0.0
@@ -75,7 +76,7 @@ class Meter:
         }
         if self.shape is not None:
             tokens, pairs = counts["real_tokens"], counts["sum_squared_lengths"]
-            flops = model_flops(self.shape, tokens=tokens, sum_squared_lengths=pairs)
+            flops = model_flops(self.shape, tokens=tokens, sum_squared_lengths=pairs, adapters=self.adapters)
             tflops = flops / seconds / self.world_size / 1e12
             out["perf/model_tflops_per_gpu"] = tflops
             out |= {f"perf/mfu_{p}": tflops / peak for p, peak in self.peaks.items() if peak}

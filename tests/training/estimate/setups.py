@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import config_from_dict
-from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
+from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup, with_adapters
 from fp8_suite.training.optim.optimizer import OptimizerSpec
 
 # 14 bytes a parameter: BF16 weights and gradients, FP32 masters' 2 more bytes, two FP32 moments.
@@ -26,4 +26,4 @@ def setup_of(
     """Return a setup of TE layers; without `shape` only the training state can be predicted."""
     cfg = config_from_dict({"model_name": "m", "use_te": True, "max_seq_length": 8192} | settings)
     model = ModelSize(int(billions * 1e9), SHAPES[billions] if shape else None)
-    return TrainingSetup(cfg, model, optimizer, mode, gpus, min(gpus, gpus_per_node))
+    return TrainingSetup(cfg, with_adapters(model, cfg.lora), optimizer, mode, gpus, min(gpus, gpus_per_node))

@@ -1,6 +1,7 @@
 """Terms of the memory model, by hand."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.core.packages import ROOT
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate import memory
+from fp8_suite.training.estimate.activations import layer_activations
 
 from tests.training.estimate.setups import FUSED, OFFLOADED, ZERO, setup_of
 
@@ -74,3 +76,46 @@ def test_constants_are_those_of_deepspeeds_settings():
     zero3 = SimpleNamespace(**json.loads((ROOT / "ds_configs/zero3.json").read_text())["zero_optimization"])
     assert 2 * zero3.stage3_max_live_parameters == memory.ZERO_LIVE
     assert 2 * 2 * zero3.reduce_bucket_size == memory.ZERO_BUCKETS
+
+
+# Llama 3.1 8B, rank 16: seven adapters a layer with 38,912 inputs and 43,008 outputs in all.
+ADAPTERS = 16 * 32 * (38_912 + 43_008)
+
+
+def test_adapters_alone_have_masters_moments_and_gradients():
+    setup = setup_of(8.0, "ddp", 4, batch_size=1, lora_rank=16)
+    assert setup.model.adapters == ADAPTERS == 41_943_040
+    state = memory.state(setup)
+    assert state == {
+        "weights": 2 * (8e9 + ADAPTERS),
+        "master weights": 2 * ADAPTERS,
+        "moments": 8 * ADAPTERS,
+    }
+    assert memory.resident_state(setup) == sum(state.values()) + 2 * ADAPTERS
+    assert memory.peak(setup)["gradients"] < 5 * ADAPTERS
+    assert memory.checkpoint_bytes(setup) == 12 * ADAPTERS
+    assert memory.loss_peak(setup) < 3e9 < memory.loss_peak(setup_of(8.0, batch_size=1))
+    sharded = replace(setup, mode="fsdp_full")
+    assert sum(memory.state(sharded).values()) == sum(state.values()) / 4
+
+
+def test_frozen_fp8_weights_are_the_only_copy():
+    setup = setup_of(8.0, optimizer=replace(FUSED, holds_fp8_weights=True), lora_rank=16)
+    in_bf16 = 8_000_000_000 - setup.model.gemm_weights + ADAPTERS
+    assert memory.state(setup)["weights"] == pytest.approx(2 * in_bf16 + setup.model.gemm_weights)
+
+
+@pytest.mark.parametrize(
+    ("flags", "widths"),
+    [
+        # Two norms' outputs and the product of the MLP; attention keeps its own output.
+        ({}, 2 * 4096 + 14_336),
+        ({"lora_targets": "q_proj,v_proj"}, 4096),
+        ({"lora_targets": "layers.0.mlp.down_proj"}, 14_336 / 32),
+        ({"lora_dropout": 0.1}, 2 * (2 * 4096 + 14_336) + 2 * 4096),
+    ],
+)
+def test_a_layer_keeps_the_inputs_of_its_adapters(flags, widths):
+    setup = setup_of(8.0, batch_size=1, mixed_precision="fp8", lora_rank=16, **flags)
+    others = 2 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14_336  # input, residual, q, attention, k, v, gate, up
+    assert layer_activations(setup) == 8192 * 2 * (others + widths)
