@@ -6,8 +6,8 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -39,28 +39,19 @@ def launch(description: str, *, start: Callable[[Config], torch.device], started
     if (interrupt := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # Collecting while libraries load takes a fifth of the time and frees nothing.
-    with _not_installed("sklearn", *(["torchao"] if cfg and cfg.model.use_te else [])):
-        import transformers.modeling_utils  # noqa: F401
-        from fp8_suite.training.outcome import exit_process
-        from fp8_suite.training.run import main
+    # transformers imports these wherever it can, which takes a sixth of the time.
+    unused = ["sklearn", *(["torchao"] if cfg and cfg.model.use_te else [])]
+    hidden = [name for name in unused if sys.modules.setdefault(name, None) is None]
+    import transformers.modeling_utils  # noqa: F401
+    from fp8_suite.training.outcome import exit_process
+    from fp8_suite.training.run import main
 
+    for name in hidden:
+        del sys.modules[name]
     signal.signal(signal.SIGINT, interrupt)
     gc.freeze()
     gc.enable()
     exit_process(main(sys.argv[1:], description=description, start=start, started=started, cfg=cfg))
-
-
-@contextmanager
-def _not_installed(*names: str) -> Iterator[None]:
-    """Let imports proceed as if these packages were not installed.
-
-    transformers imports them wherever it can, for generation with an assistant and for quantized weights,
-    which takes a sixth of the time.
-    """
-    hidden = [name for name in names if sys.modules.setdefault(name, None) is None]
-    yield
-    for name in hidden:
-        del sys.modules[name]
 
 
 def allow_expandable_segments() -> None:

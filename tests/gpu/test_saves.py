@@ -1,10 +1,13 @@
 """Saves in the background hold the same bits as synchronous ones, whatever the update does meanwhile."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from fp8_suite.training.checkpoint.manifest import DamagedCheckpoint
 from fp8_suite.training.checkpoint.staging import Stager
+from fp8_suite.training.checkpoint.store import Checkpoints
 from safetensors.torch import load_file
 
 from tests.gpu.models import DEVICE
@@ -53,6 +56,27 @@ def check(folder: Path, runs: dict[str, str], ranks: int, **variables: str) -> N
 
 def test_all_checkpoints_are_those_of_synchronous_saves(tmp_path):
     check(tmp_path, {name: f"{flags('', 'delayed', gpus=1)} {option}" for name, option in OPTIONS.items()}, 1)
+
+
+def test_a_checkpoint_is_verified_while_it_is_loaded_onto_the_gpu(tmp_path):
+    def values(n: int) -> torch.Tensor:
+        generator = torch.Generator(DEVICE).manual_seed(n)
+        return torch.randint(0, 256, (5, 2**24 - n), dtype=torch.uint8, device=DEVICE, generator=generator)
+
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.file_bytes = 2**28
+    path = checkpoints.save(1, {f"tensor.{n}": values(n) for n in range(8)}, {})
+    loaded = {f"tensor.{n}": torch.zeros_like(values(n)) for n in range(8)}
+    loaded["tensor.1"] = torch.zeros(2**24 - 1, 5, dtype=torch.uint8, device=DEVICE).t()  # strided
+    checkpoints.load(path, loaded)
+    assert all(torch.equal(loaded[f"tensor.{n}"], values(n)) for n in range(8))
+    with open(max(path.glob("*.safetensors")), "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    with pytest.raises(DamagedCheckpoint, match="does not match its checksum"):
+        checkpoints.load(path, loaded)
 
 
 def test_all_checkpoints_of_two_ranks_are_those_of_synchronous_saves(tmp_path):

@@ -126,13 +126,13 @@ def prune(folder: Path, index: Index, keep_last: int) -> Index:
     return replace(index, steps=[step for step in steps if step in kept], eval_losses=losses)
 
 
-def verify(path: Path, names: Iterable[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> dict:
+def verify(path: Path, names: Iterable[str] | None = None) -> dict:
     """Call `verify_files` on a checkpoint. Its error names an intact checkpoint to resume from.
 
     Suggests the newest intact one older than `path`, else the newest after it.
     """
     try:
-        return verify_files(path, names, share=share)
+        return verify_files(path, names)
     except DamagedCheckpoint as error:
         folders, limit = step_folders(path.parent), step_of(path) or math.inf
         for step in sorted(folders, key=lambda step: (step < limit, step), reverse=True):

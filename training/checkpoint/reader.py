@@ -2,117 +2,72 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from fp8_suite.training.checkpoint.manifest import THREADS, check_file, read_manifest
-from fp8_suite.training.checkpoint.writer import BLOCK, SHARDING, as_bytes, bounce_buffer, set_direct
+from fp8_suite.training.checkpoint.manifest import THREADS, DamagedCheckpoint
+from fp8_suite.training.checkpoint.writer import BLOCK, as_bytes, bounce_buffer, set_direct
+from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp_metadata
 
 
-class Shard(NamedTuple):
-    """A stored tensor, or a shard of one."""
+class Reader(dcp.HuggingFaceStorageReader):
+    """Reads files that this rank is to hash in blocks, past the page cache if no other rank reads them.
 
-    file: str
-    start: int  # first byte in the file
-    shape: list[int]
-    itemsize: int
-
-
-class Reader(dcp.StorageReader):
-    """Reads files in blocks, hashes those blocks, and copies them into tensors on any device.
-
-    torch's HuggingFaceStorageReader maps files into memory, so verifying them would take a pass of its own.
+    Other files are mapped into memory, and so are parts of tensors: ranks have other shards than were saved.
     """
 
-    def __init__(self, path: Path, *, verify: bool):
-        self.path, self.verify = path, verify
+    def __init__(self, path: Path, digests: dict[str, dict]):
+        """`digests` are size and checksum of the files to verify; none if the checkpoint is verified."""
+        super().__init__(str(path))
+        self.digests = digests
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False
-
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        return plan
-
-    def read_headers(self) -> None:
-        """Find every shard. Any exception is possible if a file is damaged, as none is verified yet."""
-        manifest = read_manifest(self.path)
-        self.digests: dict[str, dict] = manifest["files"]
-        self.shards: dict[dcp_metadata.MetadataIndex, Shard] = {}
-        chunks = defaultdict(list)
-        for name in self.digests:
-            if not name.endswith(".safetensors"):
-                continue
-            with open(self.path / name, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
-            offsets = json.loads(header.pop("__metadata__")[SHARDING])
-            for key, entry in header.items():
-                (start, end), shape = entry["data_offsets"], entry["shape"]
-                chunk = dcp_metadata.ChunkStorageMetadata(
-                    torch.Size(offsets[key]["saved_offsets"]), torch.Size(shape)
-                )
-                chunks[key].append(chunk)
-                itemsize = (end - start) // max(1, math.prod(shape))
-                self.shards[dcp_metadata.MetadataIndex(key, chunk.offsets)] = Shard(
-                    name, 8 + length + start, shape, itemsize
-                )
-        self.metadata = dcp_metadata.Metadata(
-            {
-                key: dcp_metadata.TensorStorageMetadata(
-                    dcp_metadata.TensorProperties(), torch.Size(spec["shape"]), chunks[key]
-                )
-                for key, spec in manifest["tensors"].items()
-            }
-        )
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        return self.metadata
+    def read_metadata(self) -> dcp.Metadata:
+        try:
+            return super().read_metadata()
+        except Exception:  # a damaged header: torch would log a traceback
+            return dcp.Metadata({})  # the planner misses its first tensor
 
     def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
-        """Choose for each file the rank that hashes it: the one that reads most of it.
-
-        Files that one rank reads are read past the page cache, which is faster.
-        """
+        """Choose the rank that hashes each file: the one that needs most of it, or has least to hash."""
         needed: list[Counter[str]] = [Counter() for _ in plans]
         for plan, count in zip(plans, needed, strict=True):
             for item in plan.items:
-                shard = self.shards[item.storage_index]
-                count[shard.file] += math.prod(item.lengths) * shard.itemsize
-        hashed = [{} for _ in plans]  # by rank: name of a file, and True if it is read past the page cache
-        loads = [0] * len(plans)
-        for name, digest in self.digests.items() if self.verify else ():
-            rank = max(range(len(plans)), key=lambda rank, name=name: (needed[rank][name], -loads[rank]))
-            loads[rank] += digest["size"]
-            alone = sum(count[name] > 0 for count in needed) == 1
+                size = math.prod(item.lengths) * self.storage_data[item.storage_index].dtype.itemsize
+                count[self._file_of(item)] += size
+        hashed: list[dict[str, bool]] = [{} for _ in plans]  # True: read past the page cache
+        totals = [0] * len(plans)
+        for name, digest in self.digests.items():
+            shares = [count[name] for count in needed]
+            rank = max(range(len(plans)), key=lambda rank, shares=shares: (shares[rank], -totals[rank]))
+            totals[rank] += digest["size"]
             # What this load leaves out may be read next, see `_load_moments` in state.py.
-            hashed[rank][name] = alone and 2 * needed[rank][name] > digest["size"]
-        return [replace(plan, storage_data=names) for plan, names in zip(plans, hashed, strict=True)]
+            hashed[rank][name] = shares[rank] == sum(shares) and 2 * shares[rank] > digest["size"]
+        return [replace(plan, storage_data=files) for plan, files in zip(plans, hashed, strict=True)]
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
-        # Files that this rank hashes come first, so that ranks do not all begin with the same file.
+        # Files to hash come first, so that ranks do not all begin with the same file.
         items: dict[str, list[Any]] = {name: [] for name in plan.storage_data}
         for item in plan.items:
-            items.setdefault(self.shards[item.storage_index].file, []).append(item)
+            items.setdefault(self._file_of(item), []).append(item)
 
         def read(name: str) -> None:
-            self._read_file(name, [self._target(item, planner) for item in items[name]], plan.storage_data)
+            rest = items[name]
+            if name in plan.storage_data:
+                rest = self._read_and_hash(name, rest, planner, direct=plan.storage_data[name])
+            if rest:
+                with safe_open(self.path / name, framework="pt") as file:
+                    for item in rest:
+                        self._process_read_request(file, item, planner)
 
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(read, items))
@@ -120,69 +75,58 @@ class Reader(dcp.StorageReader):
         done.set_result(None)
         return done
 
-    def _target(self, item: Any, planner: dcp.LoadPlanner) -> Target:
-        shard, tensor = self.shards[item.storage_index], planner.resolve_tensor(item).detach()
-        if tensor.is_contiguous() and list(item.lengths[1:]) == shard.shape[1:]:
-            first_row = item.storage_offsets[0] if shard.shape else 0
-            row = math.prod(shard.shape[1:]) * shard.itemsize
-            return Target(shard.start + first_row * row, as_bytes(tensor))
-        # Columns of a shard, or strided memory: read the shard, then copy.
-        memory = torch.empty(shard.shape, dtype=tensor.dtype)
-        sizes = zip(item.storage_offsets, item.lengths, strict=True)
-        part = memory[tuple(slice(offset, offset + length) for offset, length in sizes)]
-        return Target(shard.start, as_bytes(memory), lambda: tensor.copy_(part))
+    def _file_of(self, item: Any) -> str:
+        return Path(self.storage_data[item.storage_index].relative_path).name
 
-    def _read_file(self, name: str, targets: list[Target], hashed: dict[str, bool]) -> None:
-        """Fill `targets`. Hash the file if this rank is to; DamagedCheckpoint if it is damaged."""
-        path, size, checksum = self.path / name, 0, xxhash.xxh3_128()
-        spans = None if name in hashed else [(at, at + len(memory)) for at, memory, _ in targets]
-        on_gpu = any(target.memory.is_cuda for target in targets)
-        for start, block in _blocks(path, spans, direct=hashed.get(name, False), pin_memory=on_gpu):
-            if name in hashed:
-                checksum.update(memoryview(block.numpy()))
-                size += len(block)
-            for at, memory, _ in targets:
-                first, last = max(start, at), min(start + len(block), at + len(memory))
-                if first < last:
-                    memory[first - at : last - at].copy_(block[first - start : last - start])
-        if name in hashed:
-            digest = {"size": size, "xxh3_128": checksum.hexdigest()}
-            check_file(path, digest, self.digests[name])
-        for target in targets:
-            target.finish()
-
-
-class Target(NamedTuple):
-    """Memory for bytes of a file."""
-
-    start: int  # first byte in the file
-    memory: Tensor  # uint8 vector
-    finish: Callable[[], Any] = lambda: None
+    def _read_and_hash(
+        self, name: str, items: list[Any], planner: dcp.LoadPlanner, *, direct: bool
+    ) -> list[Any]:
+        """Hash the file and load its whole tensors; return the other items. DamagedCheckpoint if damaged."""
+        path, whole, rest = self.path / name, {}, []
+        for item in items:
+            tensor = planner.resolve_tensor(item).detach()
+            is_whole = tensor.shape == self.storage_data[item.storage_index].shape and tensor.is_contiguous()
+            if is_whole:
+                whole[item.storage_index.fqn] = as_bytes(tensor)
+            else:
+                rest.append(item)
+        checksum, position, starts = xxhash.xxh3_128(), 0, _positions(path) if whole else {}
+        buffer = bounce_buffer(BLOCK, pin_memory=any(memory.is_cuda for memory in whole.values()))
+        view, descriptor = memoryview(buffer.numpy()), os.open(path, os.O_RDONLY)
+        try:
+            direct = direct and set_direct(descriptor, True)
+            while count := _read(descriptor, view, position, direct):
+                checksum.update(view[:count])
+                for key, memory in whole.items():
+                    _copy(memory, starts[key], buffer[:count], position)
+                position += count
+        finally:
+            os.close(descriptor)
+        if {"size": position, "xxh3_128": checksum.hexdigest()} != self.digests[name]:
+            raise DamagedCheckpoint(f"{path}: does not match its checksum")
+        return rest
 
 
-def _blocks(
-    path: Path, spans: list[tuple[int, int]] | None, *, direct: bool, pin_memory: bool
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield (position, bytes) of `spans` of a file, or of all of it, in a buffer that is used again."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _positions(path: Path) -> dict[str, int]:
+    """Return the first byte of each tensor in a safetensors file."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {key: 8 + length + entry["data_offsets"][0] for key, entry in header.items() if key[:2] != "__"}
+
+
+def _read(descriptor: int, view: memoryview, position: int, direct: bool) -> int:
     try:
-        size = os.fstat(descriptor).st_size
-        direct = direct and set_direct(descriptor, True)
-        buffer = bounce_buffer(BLOCK, pin_memory=pin_memory)
-        view = memoryview(buffer.numpy())
-        for start, end in spans or [(0, size)]:
-            while start < end:
-                try:
-                    # Direct reads end at the end of the file, not of the span, to be aligned.
-                    count = os.preadv(descriptor, [view[: BLOCK if direct else end - start]], start)
-                except OSError as error:
-                    if error.errno != errno.EINVAL or not direct:
-                        raise
-                    direct = set_direct(descriptor, False)
-                    continue
-                if not count:
-                    raise EOFError(f"{path}: shorter than its tensors")
-                yield start, buffer[:count]
-                start += count
-    finally:
-        os.close(descriptor)
+        return os.preadv(descriptor, [view], position)
+    except OSError:
+        if not direct:
+            raise
+    set_direct(descriptor, False)  # some file systems refuse it only now, or after a partial read
+    return os.preadv(descriptor, [view], position)
+
+
+def _copy(memory: Tensor, start: int, block: Tensor, position: int) -> None:
+    """Copy the part of `block`, at `position` in a file, that belongs to `memory`, at `start`."""
+    first, last = max(start, position), min(start + len(memory), position + len(block))
+    if first < last:
+        memory[first - start : last - start].copy_(block[first - position : last - position])

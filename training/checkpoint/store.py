@@ -31,7 +31,7 @@ from fp8_suite.training.checkpoint.index import step_name
 from fp8_suite.training.checkpoint.manifest import THREADS, digests, read_manifest, write_manifest
 from fp8_suite.training.checkpoint.reader import Reader
 from fp8_suite.training.checkpoint.staging import Stager, Unstaged
-from fp8_suite.training.checkpoint.writer import SHARDING, write_tensors
+from fp8_suite.training.checkpoint.writer import write_tensors
 from fp8_suite.training.parallel import ranks
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -137,29 +137,26 @@ class Checkpoints:
         return index.latest(self.folder)
 
     def load(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        """Load `tensors` in place and verify all files of the checkpoint on the way. Collective.
+        """Load `tensors` in place and verify every file in the same pass. Collective.
 
         `tensors` may be on any device and sharded in any way. UserError if a key is missing or has another
-        shape or dtype. DamagedCheckpoint if a file is damaged; `tensors` must not be used then. Each rank
-        reads only its own shards and what it verifies.
+        shape or dtype. DamagedCheckpoint if a file is damaged; `tensors` may have its content then. Ranks
+        share the verification, and each reads only its own shards otherwise.
         """
-        ranks.run_on_all_ranks(lambda: _check_before_load(path, tensors))
+        files, *_ = ranks.run_on_all_ranks(lambda: _check_before_load(path, tensors))
         try:
-            self.read(path, tensors, verify=True)
-        except Exception:  # a damaged header may cause any; name the file, and an intact checkpoint
-            share = ranks.rank(), ranks.world_size()
-            ranks.run_on_all_ranks(lambda: index.verify(path, share=share))
+            self.read(path, tensors, files)
+        except Exception:  # damage may cause any error: name the file, and an intact checkpoint
+            ranks.run_on_rank0(lambda: index.verify(path))
             raise
 
-    def read(self, path: Path, tensors: dict[str, Tensor], *, verify: bool = False) -> None:
-        """Load `tensors` in place; keys, shapes, dtypes must match. Collective.
+    def read(self, path: Path, tensors: dict[str, Tensor], files: dict[str, dict] | None = None) -> None:
+        """Load `tensors` in place; keys, shapes and dtypes must match. Collective.
 
-        The checkpoint must be verified, or with `verify` every file is. DamagedCheckpoint names one.
+        `files` are to be verified in the same pass; other files must be verified already.
         """
-        reader = Reader(path, verify=verify)
-        ranks.run_on_all_ranks(reader.read_headers)
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        _run_dcp(dcp.load, tensors, storage_reader=reader, planner=planner)
+        planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        _run_dcp(dcp.load, tensors, storage_reader=Reader(path, files or {}), planner=planner)
 
     def read_meta(self, path: Path) -> dict:
         """Return the verified `meta` of a checkpoint."""
@@ -259,8 +256,10 @@ def _spec(dtype: torch.dtype, shape: Iterable[int]) -> dict:
     return {"dtype": str(dtype), "shape": list(shape)}
 
 
-def _check_before_load(path: Path, tensors: dict[str, Tensor]) -> None:
-    saved = index.verify(path, [META])["tensors"]
+def _check_before_load(path: Path, tensors: dict[str, Tensor]) -> dict[str, dict]:
+    """Return size and checksum of the checkpoint's files, if its tensors fit."""
+    manifest = index.verify(path, [META])
+    saved = manifest["tensors"]
     for key, tensor in tensors.items():
         stored, live = saved.get(key), _spec(tensor.dtype, tensor.shape)
         if stored != live:
@@ -268,6 +267,7 @@ def _check_before_load(path: Path, tensors: dict[str, Tensor]) -> None:
                 f"is {stored} in the checkpoint, but {live} here" if stored else "is not in the checkpoint"
             )
             raise UserError(f"{path}: tensor {key!r} {reason}", flags=("resume",), exit_code=EXIT_BAD_SETTING)
+    return manifest["files"]
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -286,8 +286,13 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return _as_stored(object)
 
 
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    def transform_tensor(self, read_item: Any, tensor: Tensor) -> Tensor:
+        return _as_stored(super().transform_tensor(read_item, tensor))
+
+
 class _Writer(dcp.StorageWriter):
-    """Writes this rank's part of the plan to safetensors files.
+    """Writes this rank's part of the plan to safetensors files that HuggingFaceStorageReader can read.
 
     torch's HuggingFaceStorageWriter needs host memory for twice a file's size, and it drops errors of its
     threads, so a full disk goes unnoticed. The coordinator begins and publishes the checkpoint.
@@ -330,7 +335,7 @@ class _Writer(dcp.StorageWriter):
         tensors = {item.index.fqn: self.planner.resolve_data(item) for item in items}
         # The reader needs each shard's offset in the full tensor.
         shards = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items}
-        digest = write_tensors(path, tensors, {SHARDING: json.dumps(shards)})
+        digest = write_tensors(path, tensors, {"DCP_SHARDING_INFO": json.dumps(shards)})
         self.checkpoints.on_progress()
         return WriteResult(MetadataIndex(path.name), digest["size"], digest)
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 BLOCK = 2**24  # bytes of one write or read, a multiple of every disk's block size
 PAGE = 4096  # alignment of direct writes and reads in memory
-SHARDING = "DCP_SHARDING_INFO"  # metadata in the header: offset of each shard in its tensor, as torch has it
 DTYPES = {  # names in safetensors' header
     torch.float64: "F64",
     torch.float32: "F32",

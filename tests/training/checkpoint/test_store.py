@@ -495,14 +495,12 @@ def count_reads(rank: int, folder: Path) -> None:
     checkpoints.file_bytes = 2**21
     if dist.get_world_size() == 2:
         checkpoints.save(1, distributed(MEGABYTES), {})
-        assert load(distributed(empty_like(MEGABYTES))) == pytest.approx(1, rel=0.02)
         replicas = empty_like(MEGABYTES)
-        assert load(replicas) == pytest.approx(2, rel=0.02) and equal(replicas, MEGABYTES)
-    else:  # a rank reads one file whole, and parts of others
-        assert load(distributed(empty_like(MEGABYTES))) < 1.7
+        assert 1 <= load(replicas) < 1.1 and equal(replicas, MEGABYTES)
+    assert 1 <= load(distributed(empty_like(MEGABYTES))) < 1.1
 
 
-def test_ranks_read_one_copy_of_shards(tmp_path):
+def test_ranks_read_one_copy_and_map_what_others_verify(tmp_path):
     run_ranks(count_reads, tmp_path)
     run_ranks(count_reads, tmp_path, world_size=3)
 
