@@ -115,6 +115,8 @@ class TEModel(TEPreTrainedModel):
 
         Collective. Without `targets` [B, S], the next tokens are the labels.
         """
+        if any(isinstance(p, DTensor) for p in self.decoder.layers.parameters()):
+            raise UserError(f"recipe {self.recipe}: calibration needs whole weights; with FSDP use another")
         self.calibrated = True
         ids = inputs["input_ids"]
         targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE) if targets is None else targets

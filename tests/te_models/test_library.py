@@ -1,13 +1,16 @@
 """TE models as transformers models: the suite's losses, in a loop of one's own, Trainer and SFTTrainer."""
 
 import gc
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.packages import ROOT
 from fp8_suite.data.tokenizer import load_tokenizer
@@ -25,9 +28,12 @@ from fp8_suite.training.parallel.strategies import Strategy
 from fp8_suite.training.precision.recipes import Precision, build_autocast
 from fp8_suite.training.precision.scaling import DelayedScalingState, Scaling
 from fp8_suite.training.step import Stack, train_step
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from fp8_suite import te_models
+from tests.children import run_ranks
 
 VOCABULARY, WIDTH, ROWS, STEPS = 64, 128, 2, 3
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -390,3 +396,38 @@ def test_an_attention_that_failed_its_self_test_stays_off_in_the_process():
     assert os.environ["NVTE_FLASH_ATTN_V4"] == "0"
     build.ATTENTION.close()
     assert "NVTE_FLASH_ATTN_V4" not in os.environ
+
+
+def train_on_ranks(rank: int, folder: Path, recipe: str, sharded: bool) -> None:
+    """Train with one row a rank, by DDP or with FSDP2's shards; save the model and the losses."""
+    model = te_models.convert(hugging_face(), recipe=recipe).train()
+    mesh, wrapped = init_device_mesh("cpu", (dist.get_world_size(),)), model
+    if sharded:
+        for module in (*model.model.decoder.layers, model):
+            fully_shard(module, mesh=mesh)
+    else:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer, losses, rows = adamw(model), [], examples()
+    for start in range(0, len(rows), ROWS):
+        whole = batch(rows[start : start + ROWS])
+        part = {name: tensor[rank : rank + 1] for name, tensor in whole.items()}
+        items = (whole["labels"][:, 1:] != -100).sum()
+        loss = wrapped(**part, num_items_in_batch=items).loss * ROWS
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / ROWS)
+    model.save_pretrained(folder / "saved", is_main_process=rank == 0)
+    if rank == 0:
+        (folder / "losses.json").write_text(json.dumps(losses))
+
+
+@pytest.mark.parametrize(("recipe", "sharded"), [("delayed", False), ("current", True)], ids=["ddp", "fsdp"])
+def test_two_ranks_train_as_the_suite_does_on_one(recipe, sharded, tmp_path):
+    reference, expected = suite_steps(hugging_face(), recipe, examples())
+    run_ranks(train_on_ranks, tmp_path, recipe, sharded)
+    assert json.loads((tmp_path / "losses.json").read_text()) == pytest.approx(expected, rel=1e-3)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for name, tensor in weights(reference).items():
+        assert (saved.get_parameter(name) - tensor).norm() < 0.04 * tensor.norm(), name
