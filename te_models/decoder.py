@@ -18,8 +18,8 @@ from fp8_suite.te_models.families import FAMILIES, head_dim
 from fp8_suite.te_models.kernels.loss import TokenLoss, linear_cross_entropy
 from fp8_suite.te_models.kernels.loss_fp8 import linear_cross_entropy_fp8
 from fp8_suite.te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
-from fp8_suite.te_models.lora.adapters import DropoutSeed, adapt_te, freeze_base
-from fp8_suite.te_models.lora.settings import PROJECTIONS, projection_names
+from fp8_suite.te_models.lora.adapters import DropoutSeed, LayerNormMLP, adapt_te, freeze_base
+from fp8_suite.te_models.lora.settings import projection_names
 from fp8_suite.te_models.options import BuildOptions, NativeOptions
 from fp8_suite.te_models.recompute.layers import run_recomputed
 from fp8_suite.te_models.recompute.offload import ActivationOffload
@@ -114,29 +114,32 @@ class TECausalLM(nn.Module):
         return layer
 
     def _add_adapters(self) -> None:
-        config, lora = self.config, self.options.lora
-        heads, groups, size = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
-        sizes = dict.fromkeys(PROJECTIONS, config.hidden_size)  # output features
-        sizes |= {"q_proj": heads * size, "k_proj": groups * size, "v_proj": groups * size}
-        sizes |= dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
-        rows_of_qkv = [sizes[name] for name in ("q_proj", "k_proj", "v_proj")]
-        targets = lora.targets(projection_names(len(self.layers)))
-        for i, layer in enumerate(self.layers):
-            prefix = f"model.layers.{i}."
-            adapt_te(
-                layer,
-                {name.rpartition(".")[2] for name in targets if name.startswith(prefix)},
-                lora,
-                self.dropout_seed,
-                number=i,
-                kept=KEPT.get(self.recompute[i], ()),
-                te=te_module(self.options.te_backend),
-                eps=config.rms_norm_eps,
-                sizes=sizes,
-                fuse_qkv=lambda rows: fuse_qkv(*rows.split(rows_of_qkv), heads=heads, groups=groups),
-                params_dtype=self.options.dtype,
-                device="meta",
-            )
+        config, options, te = self.config, self.options, te_module(self.options.te_backend)
+        heads, groups, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
+        rows, ffn = [heads * head_dim(config), *[groups * head_dim(config)] * 2], config.intermediate_size
+        modules = {  # result of the GEMM: module, output features, order of rows in the weight
+            "qkv": (
+                "self_attention.layernorm_qkv",
+                dict(zip(("q_proj", "k_proj", "v_proj"), rows, strict=True)),
+                lambda b: fuse_qkv(*b.split(rows), heads=heads, groups=groups),
+            ),
+            "output": ("self_attention.proj", {"o_proj": hidden}, lambda b: b),
+            "gate_up": ("layernorm_mlp.fc1", {"gate_proj": ffn, "up_proj": ffn}, lambda b: b),
+            "down": ("layernorm_mlp.fc2", {"down_proj": hidden}, lambda b: b),
+        }
+        names = options.lora.targets(projection_names(len(self.layers)))
+        parts = [name.split(".")[2:] for name in names]  # layer, attention or MLP, linear layer
+        for i, (layer, level) in enumerate(zip(self.layers, self.recompute, strict=True)):
+            targets = {target: parent for number, parent, target in parts if int(number) == i}
+            if "mlp" in targets.values():
+                factory_kwargs = {"params_dtype": options.dtype, "device": "meta"}
+                layer.layernorm_mlp = LayerNormMLP(te, hidden, ffn, eps=config.rms_norm_eps, **factory_kwargs)
+            for place, (result, (path, sizes, arrange)) in enumerate(modules.items()):
+                if targets.keys() & sizes.keys():
+                    number, in_place = len(modules) * i + place, result not in KEPT.get(level, ())
+                    settings = {"number": number, "in_place": in_place, "arrange": arrange}
+                    module = layer.get_submodule(path)
+                    adapt_te(module, sizes, targets, options.lora, self.dropout_seed, **settings)
         freeze_base(self)
 
     @property

@@ -56,7 +56,9 @@ def resolve(cfg: Config) -> Resolved:
         tensors, form = counted(spec.dequantized["tensors"], "FP8 tensor"), spec.dequantized["form"]
         print_rank0(f"dequantizes {tensors} of {spec.name} ({form}; scales: {spec.dequantized['scales']})")
         if cfg.lora.enabled and cfg.precision.fp8_weights:
-            print_rank0(f"frozen FP8 weights {_frozen_values(cfg, precision.effective, spec)}")
+            kept = "keep these values where their scales are powers of two (--fp8_fp32_scales: all)"
+            same = precision.effective == "block" and SQUARE in spec.quantization.blocks
+            print_rank0(f"frozen FP8 weights {kept if same else 'are quantized again from these values'}")
     for reason in filter(None, [precision.fallback_reason, *precision.map_fallbacks.values()]):
         rule = "!" * 100
         print_rank0(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {FALLBACK_RECIPE} scaling\n{rule}")
@@ -68,14 +70,6 @@ def resolve(cfg: Config) -> Resolved:
         print_rank0(optim.MASTER_NONE_WARNING)
     weights_digests = digests(spec) if ranks.world_size() > 1 else {}
     return Resolved(precision, spec, shape, _flops_shape(cfg, spec, shape), weights_digests)
-
-
-def _frozen_values(cfg: Config, recipe: str, spec: ModelSpec) -> str:
-    """Return, for the log, what becomes of a checkpoint's FP8 values in a frozen base in FP8."""
-    if recipe != "block" or SQUARE not in spec.quantization.blocks:
-        return f"are quantized from these values, with the scales of {recipe}"
-    rounds = not cfg.precision.fp8_fp32_scales
-    return "keep these values" + " where their scales are powers of two (all with --fp8_fp32_scales)" * rounds
 
 
 def _flops_shape(cfg: Config, spec: ModelSpec, shape: ModelShape | None) -> ModelShape | None:

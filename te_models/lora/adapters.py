@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -81,26 +81,15 @@ class DropoutSeed:
         self.value = int(torch.randint(2**48, ()))
 
 
-def add_product(out: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return out [..., E] + scaling * x [..., D] @ a [R, D]^T @ b [E, R]^T, rounded once."""
-    inner = F.linear(x, a).flatten(0, -2)  # [T, R]
-    return torch.addmm(out.flatten(0, -2), inner, b.t(), alpha=scaling).view_as(out)
-
-
-def _subclass(mixin: type, module: nn.Module) -> None:
-    module.__class__ = _with_mixin(mixin, type(module))
-
-
 @functools.cache
 def _with_mixin(mixin: type, kind: type) -> type:
     """Return one subclass for all modules of a kind, so that compiled layers share a graph."""
     return type(f"Lora{kind.__name__}", (mixin, kind), {})
 
 
-def _register(module: nn.Module, rank: int, sizes: tuple[int, int], **factory_kwargs: Any) -> None:
-    features, outputs = sizes
+def _register(module: nn.Module, rank: int, features: int, outputs: int, weight: Tensor) -> None:
     for name, shape in ((A, (rank, features)), (B, (outputs, rank))):
-        module.register_parameter(name, nn.Parameter(torch.empty(shape, **factory_kwargs)))
+        module.register_parameter(name, nn.Parameter(weight.new_empty(shape)))
 
 
 # Hugging Face layers
@@ -113,8 +102,9 @@ class _HFLinear:
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        x = F.dropout(x, self.lora.lora_dropout, self.training)
-        return add_product(out, x, self.lora_a, self.lora_b, self.lora.scaling)
+        inner = F.linear(F.dropout(x, self.lora.lora_dropout, self.training), self.lora_a).flatten(0, -2)
+        rows = torch.addmm(out.flatten(0, -2), inner, self.lora_b.t(), alpha=self.lora.scaling)
+        return rows.view_as(out)
 
 
 def adapt_hf(model: nn.Module, lora: LoraConfig) -> None:
@@ -130,10 +120,8 @@ def adapt_hf(model: nn.Module, lora: LoraConfig) -> None:
     }
     for name in lora.targets(list(linears)):
         linear = linears[name]
-        sizes, weight = (linear.in_features, linear.out_features), linear.weight
-        _register(linear, lora.lora_rank, sizes, dtype=weight.dtype, device=weight.device)
-        _subclass(_HFLinear, linear)
-        linear.lora = lora
+        _register(linear, lora.lora_rank, linear.in_features, linear.out_features, linear.weight)
+        linear.__class__, linear.lora = _with_mixin(_HFLinear, type(linear)), lora
     freeze_base(model)
 
 
@@ -155,7 +143,7 @@ class _AddProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inner, b = ctx.saved_tensors
-        return grad, ctx.scaling * (grad @ b), (ctx.scaling * inner.t() @ grad).t(), None, None
+        return grad, ctx.scaling * (grad @ b), ctx.scaling * (grad.t() @ inner), None, None
 
 
 class _TEModule:
@@ -268,46 +256,22 @@ def base_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def adapt_te(
-    layer: nn.Module,
-    targets: set[str],
+    module: nn.Module,
+    sizes: dict[str, int],
+    targets: Collection[str],
     lora: LoraConfig,
     seed: DropoutSeed,
     *,
     number: int,
-    kept: tuple[str, ...],
-    te: Any,
-    eps: float,
-    sizes: dict[str, int],
-    fuse_qkv: Callable[[Tensor], Tensor],
-    **factory_kwargs: Any,
+    in_place: bool,
+    arrange: Callable[[Tensor], Tensor],
 ) -> None:
-    """Add adapters to a te.TransformerLayer, native or emulated.
-
-    `targets` are names in PROJECTIONS, `number` is the layer's, `kept` are the results that recomputation
-    keeps. `sizes` are the output features by these names, `fuse_qkv` is the `arrange` of q, k and v.
-    """
-    attention = layer.self_attention
-    if targets & {"gate_proj", "up_proj", "down_proj"}:
-        mlp_sizes = sizes["down_proj"], sizes["gate_proj"]
-        layer.layernorm_mlp = LayerNormMLP(te, *mlp_sizes, eps=eps, **factory_kwargs)
-    mlp = layer.layernorm_mlp
-    modules = {
-        "qkv": (("q_proj", "k_proj", "v_proj"), attention.layernorm_qkv),
-        "output": (("o_proj",), attention.proj),
-        "gate_up": (("gate_proj", "up_proj"), getattr(mlp, "fc1", None)),
-        "down": (("down_proj",), getattr(mlp, "fc2", None)),
-    }
-    dtype, device = factory_kwargs["params_dtype"], factory_kwargs["device"]
-    for place, (result, (names, module)) in enumerate(modules.items()):
-        if not (adapted := [name for name in names if name in targets]):
-            continue
-        for name in adapted:
-            adapter = nn.Module()
-            shape = module.weight.shape[1], sizes[name]
-            _register(adapter, lora.lora_rank, shape, dtype=dtype, device=device)
-            module.add_module(name, adapter)
-        _subclass(_TEModule, module)
-        module.lora, module.seed, module.in_place = lora, seed, result not in kept
-        module.arrange = fuse_qkv if result == "qkv" else lambda rows: rows
-        module.number, module.sizes = len(modules) * number + place, {name: sizes[name] for name in names}
-        module.return_layernorm_output = hasattr(module, "layer_norm_weight")
+    """Add adapters of the `targets` among `sizes` to a te.Linear or te.LayerNormLinear; see `_TEModule`."""
+    for name in (name for name in sizes if name in targets):
+        module.add_module(name, nn.Module())
+        features = module.weight.shape[1]
+        _register(module.get_submodule(name), lora.lora_rank, features, sizes[name], module.weight)
+    module.__class__ = _with_mixin(_TEModule, type(module))
+    module.lora, module.seed, module.number = lora, seed, number
+    module.sizes, module.in_place, module.arrange = sizes, in_place, arrange
+    module.return_layernorm_output = hasattr(module, "layer_norm_weight")
