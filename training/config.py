@@ -165,6 +165,8 @@ def lora_rules(s: Any) -> Iterator[tuple[str, str]]:
         return
     if s.sharding_mode in DEEPSPEED_MODES:
         yield "lora_rank sharding_mode", "adapters train under ddp and the fsdp modes; choose one"
+    if s.offload_optimizer:
+        yield "lora_rank offload_optimizer", "adapters have little optimizer state; drop --offload_optimizer"
     if s.fp8_all_gather:
         yield "lora_rank fp8_all_gather", "frozen weights are gathered in BF16; drop --fp8_all_gather"
 

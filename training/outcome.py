@@ -29,8 +29,8 @@ INTERRUPTED = "interrupted before or after training; earlier checkpoints are int
 OUT_OF_MEMORY = (
     "Try a smaller --batch_size with more --gradient_accumulation_steps, --recompute layer (or auto for "
     "both; if they were auto, a lower --memory_limit_gb), a shorter --max_seq_length, --moment_dtype fp8, "
-    "--offload_optimizer (on one GPU with --fp8_weights), --grad_reduce_dtype bf16 with accumulation, or "
-    "more sharding (--sharding_mode fsdp_full)"
+    "--offload_optimizer (on one GPU with --fp8_weights, which is all that LoRA needs), --grad_reduce_dtype "
+    "bf16 with accumulation, or more sharding (--sharding_mode fsdp_full)"
 )
 LOST_WORKER = (
     "The kernel's OOM killer usually does this: lower --num_workers, or give the job more host memory; then "

@@ -73,9 +73,12 @@ def test_scaling_is_relative_to_the_one_gpu_run_of_the_same_work(tmp_path):
     strangers = [
         rated(tmp_path / "current", 1, 9_000.0, recipe="current"),
         rated(tmp_path / "longer", 1, 8_000.0, max_seq_length=2048),
+        rated(tmp_path / "adapters", 1, 12_000.0, lora_rank=16),
         rated(tmp_path / "accumulating", 1, 11_000.0, gradient_accumulation_steps=8),
     ]
     assert scaling_of(four, one, *strangers) == "75.0%"  # 7,500 of 10,000
+    headings, _, texts = report_tables(strangers)["runs"]
+    assert [row[headings.index("LoRA")] for row in texts] == ["-", "-", "rank 16, all", "-"]
     assert scaling_of(one, four) == "-" and scaling_of(four, *strangers) is None
     assert scaling_of(four, one, rated(tmp_path / "again", 1, 10_100.0)) is None, "two candidates"
 

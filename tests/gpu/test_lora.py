@@ -1,5 +1,6 @@
 """LoRA on native TE layers and on torchao's: gradients, FP8 base, recomputation, resume, sharding."""
 
+import json
 from itertools import product
 
 import pytest
@@ -11,12 +12,16 @@ from fp8_suite.te_models.options import NativeOptions
 from fp8_suite.te_models.precision.recipes import make_recipe, why_not
 from fp8_suite.te_models.precision.scaling_state import scaling_state
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
+from fp8_suite.te_models.spec import base_tensors, find_model
+from fp8_suite.training.config import Config
 from fp8_suite.training.precision.settings import PrecisionConfig
+from safetensors.torch import load_file
 
 from tests.gpu.models import batch, build, perturbed, spec
 from tests.gpu.test_multi_gpu import GPUS, flags, launch, logged
 from tests.gpu.test_offload import assert_same_bits, checkpoint
 from tests.gpu.test_run import SMALL, losses, train
+from tests.gpu.test_sizes import LARGE
 from tests.gpu.test_te_model import bf16, fp8
 
 STATISTICS = "--recompute mlp --gradient_accumulation_steps 2 --fp8_stats_interval 4"
@@ -149,6 +154,36 @@ def test_compiled_hugging_face_layers_train_and_resume(recipe, recompute, tmp_pa
     rest = {at: loss for at, loss in curve.items() if at > 6}
     assert losses(tmp_path / "resumed") == pytest.approx(rest, rel=1e-3)
     assert curve[12] < curve[1] - 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", ["", "--fp8_weights"])
+def test_a_merged_export_starts_from_the_weights_before_their_cast_to_fp8(stored, tmp_path):
+    flags = f"{FLAGS} --mixed_precision fp8 --fp8_scenario current {stored}".replace(" --no_export", "")
+    train(tmp_path / "run", flags)
+    base_spec = find_model("tiny-llama", init="random", use_te=True)
+    seed = Config().optim.seed
+    base = {name: w.cpu() for name, w in base_tensors(base_spec, seed=seed, device=torch.device("cuda"))}
+    adapter = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    exported, adapted = load_file(tmp_path / "run/export/model.safetensors"), 0
+    assert exported.keys() == base.keys()
+    for name, weight in base.items():
+        a, b = (adapter.get(f"base_model.model.{name[:-6]}lora_{part}.weight") for part in "AB")
+        expected = weight.bfloat16().float()
+        if a is not None:
+            adapted += 1
+            expected = (expected + 2 * b.float() @ a.float()).bfloat16().float()
+        torch.testing.assert_close(exported[name].float(), expected, rtol=2**-7, atol=1e-6)
+    assert adapted == len(adapter) / 2 > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", ["", "--fp8_weights", "--recompute cheap", "--lora_targets q_proj,v_proj"])
+def test_memory_of_adapters_is_predicted(flags, tmp_path):
+    command = f"{LARGE.partition(' --global_batch_size')[0]} --batch_size 8 --lora_rank 16 {flags}"
+    train(tmp_path / "run", command)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["peak_memory_gb"] == pytest.approx(summary["predicted_memory_gb"], rel=0.05)
 
 
 @pytest.mark.multi_gpu

@@ -105,6 +105,7 @@ def test_a_checkpoint_is_refused_over_other_weights(tmp_path, capsys):
         ("--lora_dropout 0.1", "--lora_rank"),
         (f"{LORA} --lora_targets query", "q_proj"),
         (f"{LORA} --sharding_mode ds_zero2", "ddp"),
+        (f"{LORA} --offload_optimizer", "little"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(flags, word, tmp_path, capsys):

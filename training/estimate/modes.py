@@ -58,6 +58,8 @@ def choose_mode(request: TrainingSetup, free: float | None, *, predicted: bool =
         return "single", "one device, nothing to shard"
     if free is None:
         return "ddp", "no GPU, so GPU memory is no limit"
+    if request.optimizer.holds_fp8_weights:  # frozen
+        return "ddp", "FP8 weights are not sharded"
     setup = replace(request, cfg=with_sizes(request.cfg, request.gpus))
     whole_nodes = setup.nodes > 1 and setup.gpus_per_node > 1 and setup.gpus % setup.gpus_per_node == 0
     modes = ["ddp", "fsdp_grad", *["hsdp"] * whole_nodes, "fsdp_full"]

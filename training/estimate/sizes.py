@@ -80,13 +80,8 @@ def with_sizes(cfg: Config, ranks: int, batch: int | None = None, recompute: str
 def check_number_of_ranks(cfg: Config, ranks: int) -> None:
     """Raise UserError for a batch, FP8 weights or an exchange that this number of devices rules out."""
     allowed_batches(cfg.optim, ranks)
-    if (
-        ranks > 1
-        and cfg.precision.fp8_weights
-        and not (cfg.lora.enabled and cfg.sharding.sharding_mode == "ddp")
-    ):
-        way_out = "use --sharding_mode ddp, or drop it" if cfg.lora.enabled else "drop it"
-        raise bad_setting(f"only on one GPU, here {counted(ranks, 'rank')}; {way_out}", fp8_weights=True)
+    if ranks > 1 and cfg.precision.fp8_weights and not cfg.lora.enabled:
+        raise bad_setting(f"only on one GPU, here {counted(ranks, 'rank')}; drop it", fp8_weights=True)
     if ranks == 1 and cfg.sharding.grad_reduce_dtype == "fp8":
         raise bad_setting(
             "one device exchanges no gradients; use bf16, the dtype of its sums over micro-batches, also to "

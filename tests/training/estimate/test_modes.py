@@ -1,9 +1,11 @@
 """The sharding mode that `auto` chooses."""
 
+from dataclasses import replace
+
 import pytest
 from fp8_suite.training.estimate.modes import choose_mode
 
-from tests.training.estimate.setups import OFFLOADED, setup_of
+from tests.training.estimate.setups import FUSED, OFFLOADED, setup_of
 
 FREE = 100e9  # 60 GB of these are for the state
 
@@ -53,6 +55,15 @@ def test_activations_need_more_shards_if_they_are_predicted(length, mode):
     choice, reason = choose_mode(request, 85.1e9)
     assert choice == mode and ("in fsdp_full a step is predicted to need" in reason) == (mode == "fsdp_full")
     assert choose_mode(request, 85.1e9, predicted=False)[0] == "fsdp_grad"
+
+
+@pytest.mark.parametrize(
+    ("billions", "in_fp8", "mode"), [(8.0, False, "ddp"), (70.0, False, "fsdp_full"), (70.0, True, "ddp")]
+)
+def test_frozen_weights_are_sharded_only_if_they_do_not_fit(billions, in_fp8, mode):
+    optimizer = replace(FUSED, holds_fp8_weights=in_fp8)
+    request = setup_of(billions, "ddp", 8, lora_rank=16, batch_size=1, optimizer=optimizer)
+    assert choose_mode(request, FREE)[0] == mode
 
 
 def test_without_a_gpu_it_is_ddp():

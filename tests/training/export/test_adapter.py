@@ -15,8 +15,12 @@ from fp8_suite.training.config import Config
 from fp8_suite.training.export.write import export_adapter
 from safetensors.torch import load_file
 
+from tests.children import preload
 from tests.te_models.test_lora import IDS, LORA, OPTIONS, SOME, SPECS
+from tests.training.parallel.jobs import train as train_on_ranks
 from tests.training.test_run import record, train
+
+preload(__name__)
 
 peft = pytest.importorskip("peft")
 
@@ -80,6 +84,20 @@ def test_a_run_ends_with_an_adapter_and_a_merged_export(layers, tmp_path, capsys
     assert summary["lora_rank"] == adapted.lora_rank and summary["lora_alpha"] == adapted.alpha
     trained = sum(t.numel() for t in load_file(folder / "adapter" / "adapter_model.safetensors").values())
     assert summary["trainable_parameters"] == trained and "parameters train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
+def test_ranks_export_what_one_device_exports(mode, tmp_path):
+    flags = "--lora_rank 4 --max_steps 2 --mixed_precision fp32 --gradient_accumulation_steps 2"
+    one, two = train(tmp_path / "one", f"{flags} --batch_size 4"), tmp_path / "two"
+    train_on_ranks(two, f"{flags} --batch_size 2 --sharding_mode {mode}", ranks=2)
+    for file in ("adapter/adapter_model.safetensors", "export/model.safetensors"):
+        expected, actual = load_file(one / file), load_file(two / file)
+        assert expected.keys() == actual.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(actual[name], tensor, rtol=2**-7, atol=1e-4)
+    config = "adapter/adapter_config.json"
+    assert (one / config).read_text() == (two / config).read_text()
 
 
 def test_a_folder_of_something_else_is_kept(tmp_path, capsys):
