@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,12 +34,15 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from fp8_suite import te_models
-from tests.children import run_ranks
+from tests.children import preload, run_ranks
+
+preload(__name__)
 
 VOCABULARY, WIDTH, ROWS, STEPS = 64, 128, 2, 3
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True}
+TEXTS = [{"text": f"Question {i}: what is {i} x {i}? {'Think. ' * i}It is {i * i}."} for i in range(12)]
 RECIPES = ("fp32", "bf16", "delayed", "current", "block")
 
 
@@ -300,8 +304,7 @@ def test_sft_trainer_trains_as_with_transformers_layers(options, tmp_path):
 
 def compare_sft(tmp_path, *, tolerance: float, exact: str = "fp32", **options) -> None:
     """Train by SFTTrainer with transformers' layers, and with TE's in high precision and FP8."""
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    texts = [{"text": f"Question {i}: what is {i} x {i}? {'Think. ' * i}It is {i * i}."} for i in range(12)]
+    trl = pytest.importorskip("trl")
     # The demo tokenizer's vocabulary. transformers does not train the embedding of a padding token.
     source, losses = hugging_face(vocab_size=2048, pad_token_id=None), []
     initial = te_models.convert(source, recipe=exact), te_models.convert(source)
@@ -310,7 +313,7 @@ def compare_sft(tmp_path, *, tolerance: float, exact: str = "fp32", **options) -
         trainer = trl.SFTTrainer(
             model=model,
             args=trl.SFTConfig(**settings),
-            train_dataset=datasets.Dataset.from_list(texts),
+            train_dataset=datasets.Dataset.from_list(TEXTS),
             processing_class=load_tokenizer("demo", family="llama"),
         )
         trainer.train()
@@ -364,6 +367,25 @@ def train_peft(tmp_path) -> None:
     merged.save_pretrained(tmp_path)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path).to(merged.device)
     torch.testing.assert_close(saved(**inputs).loss, merged.eval()(**inputs).loss, rtol=1e-2, atol=0)
+
+
+def test_sft_trainer_trains_and_resumes_pefts_adapters(tmp_path):
+    peft, trl = pytest.importorskip("peft"), pytest.importorskip("trl")
+    source, losses = hugging_face(vocab_size=2048, pad_token_id=None), []
+    lora = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": [], "target_parameters": ["proj.weight"]}
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = te_models.convert(source, recipe="current")
+        settings = arguments(tmp_path, bf16=False, max_steps=3, save_strategy="steps", save_steps=2)
+        trainer = trl.SFTTrainer(
+            model=model,
+            args=trl.SFTConfig(**settings),
+            train_dataset=datasets.Dataset.from_list(TEXTS),
+            processing_class=load_tokenizer("demo", family="llama"),
+            peft_config=peft.LoraConfig(**lora),
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert losses[0] == losses[1] and model.coverage().fp8_modules == 3 * 2
 
 
 def test_generation_without_a_cache_gives_the_tokens_of_transformers():
