@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks.records.runs import bad_input, find_runs, read_run
+from fp8_suite.te_models.presets import require_model
 from fp8_suite.training.config import Config, all_settings, config_from_dict
 
 OTHER_ROWS = {"dataset_name", "split_name", "eval_split"}  # with these, it is not a run's held-out rows
@@ -26,14 +27,19 @@ class Target:
 def find_targets(names: list[str], given: dict[str, Any]) -> list[Target]:
     """Return the models on the data of their runs, with the `given` settings, or else of the first run.
 
-    UserError for a run without export, or for runs on different data.
+    UserError for what is no model, for a run without export, and for runs on different data.
     """
     targets: list[Target] = []
     for name in names:
         path = Path(name).expanduser()
-        runs = find_runs(path) if path.is_dir() and not (path / "config.json").exists() else []
+        is_model = not path.is_dir() or (path / "config.json").exists()
+        runs = [] if is_model else find_runs(path)
         targets += [target for run in runs for target in _exports(run, given)]
-        targets += [Target(str(path) if path.exists() else name, Config())] if not runs else []
+        if is_model:
+            require_model(name, "pretrained")
+            targets.append(Target(str(path) if path.exists() else name, Config()))
+        elif not runs:
+            raise bad_input(f"{name}: no run folder and no model (no settings.json, no config.json)")
     of_runs = [target for target in targets if target.run]
     first = of_runs[0] if of_runs else Target("", config_from_dict(given))
     if different := [target.run for target in of_runs if target.cfg.data != first.cfg.data]:

@@ -262,7 +262,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
     ("argv", "error"),
     [
         ("{tmp}/nothing --dataset_name demo", "--model_name {tmp}/nothing: there is no such folder"),
-        ("{tmp} --dataset_name demo", "--model_name {tmp}: "),
+        ("{run} {tmp}", "{tmp}: no run folder and no model"),
         (
             "{run}-bare",
             "{run}-bare: has no export; make it: python train_fp8.py --config {run}-bare/settings.json",
