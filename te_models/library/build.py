@@ -21,7 +21,7 @@ from fp8_suite.te_models.precision.te_runtime import why_not_te
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import ModelSpec, find_model, on_meta, parameter_shapes, refuse_te, tied_names
 from fp8_suite.te_models.weights import TensorSource, load_te
-from fp8_suite.training.precision.settings import PrecisionConfig, unread_settings
+from fp8_suite.training.precision.settings import RECIPE_SETTINGS, PrecisionConfig, unread_settings
 from safetensors.torch import load_file
 from torch import nn
 
@@ -46,7 +46,7 @@ def from_pretrained(
     spec = find_model(name, init=init, use_te=True, max_seq_length=1)  # rows are checked in forward
     model = _build(spec, recipe, dtype, load_weights=True, seed=seed, **options)
     file = Path(spec.weights or "", SCALING_FILE)
-    if spec.weights and file.exists():
+    if not model.model.calibrated and spec.weights and file.exists():
         model.model.saved_scaling = load_file(file, device=str(model.device))
     return model
 
@@ -82,6 +82,8 @@ def _build(
     `backend` is "auto", "native" or "emulated", `recompute` as --recompute; other settings are those of the
     recipe, such as `fp8_margin`.
     """
+    if unknown := settings.keys() - RECIPE_SETTINGS:
+        raise TypeError(f"{', '.join(sorted(unknown))}: neither an option nor a setting of a recipe")
     backend = _choose_backend(backend)
     te_recipe = _make_recipe(spec, recipe, backend, PrecisionConfig(**settings))
     if dtype not in (torch.float32, torch.bfloat16):
@@ -112,16 +114,18 @@ def _choose_backend(requested: str) -> str:
 
 def _make_recipe(spec: ModelSpec, name: str, backend: str, settings: PrecisionConfig) -> Any:
     """Return TE's recipe, or None for BF16 and FP32. UserError if it cannot run here."""
-    if name in ("bf16", "fp32"):
-        return None
-    if name not in TE_RECIPES:
-        names = (*TE_RECIPES, "bf16", "fp32")
+    names = (*TE_RECIPES, "bf16", "fp32")
+    if name not in names:
         raise bad_setting(f"not one of {', '.join(names)}{nearest(name, names)}", recipe=name)
+    for setting, reason in unread_settings(settings, {name}):
+        raise bad_setting(reason, **{setting: getattr(settings, setting)})
+    if settings.fp8_fast_accumulation and backend == "emulated":
+        raise bad_setting("not available with emulated TE layers; drop it", fp8_fast_accumulation=True)
+    if name not in TE_RECIPES:
+        return None
     if reason := why_not(name, backend):
         able = ", ".join(recipe for recipe in TE_RECIPES if why_not(recipe, backend) is None)
         raise bad_setting(f"cannot run here: {reason}. This machine runs: {able or 'bf16'}", recipe=name)
-    for setting, reason in unread_settings(settings, {name}):
-        raise bad_setting(reason, **{setting: getattr(settings, setting)})
     sizes = ModelShape.from_hf_config(spec.config).gemm_sizes
     check_gemm_sizes(name, sizes, recipe=name, model_name=spec.name)
     return make_recipe(name, settings, backend)
