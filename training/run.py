@@ -174,7 +174,7 @@ def _report_model(prepared: PreparedRun, assembly: Assembly) -> None:
     )
     if prepared.cfg.lora.enabled:
         numbers = [parameter.numel() for parameter in optim.trainable(assembly.model).values()]
-        print_rank0(f"LoRA: {sum(numbers) / 1e6:,.1f} M parameters train, in {len(numbers) // 2} adapters")
+        print_rank0(f"LoRA: {sum(numbers):,} parameters train, in {len(numbers) // 2} adapters")
     print_rank0(f"precision {resolved.precision.describe()}; {prepared.sizing.chosen.optimizer.describe()}")
 
 

@@ -131,7 +131,7 @@ def test_a_run_resumes_bit_for_bit(options, more, tmp_path):
     more = more.replace("--fp8_stats_interval 4", "") if recipe == "bf16" else more
     command = f"{FLAGS} --mixed_precision {precision} {stored} {more}"
     output = train(tmp_path / "whole", command)
-    assert "BF16 adapters with FP32 masters" in output and "M parameters train" in output
+    assert "BF16 adapters with FP32 masters" in output and " parameters train, in 21 adapters" in output
     train(tmp_path / "resumed", f"{command} --resume {tmp_path}/whole/checkpoints/step_000006")
     curve = losses(tmp_path / "whole")
     assert losses(tmp_path / "resumed") == {at: loss for at, loss in curve.items() if at > 6}

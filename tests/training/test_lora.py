@@ -21,7 +21,9 @@ TE = "--use_te --te_backend emulated"
 FP8 = "--mixed_precision fp8"
 
 
-SHARDED = f"{LORA} --gradient_accumulation_steps 2 --max_steps 4 --lora_targets q_proj,v_proj,mlp"
+SHARDED = (
+    f"{LORA} --save_interval 2 --gradient_accumulation_steps 2 --max_steps 4 --lora_targets q_proj,v_proj,mlp"
+)
 LAYERS = {"te": f"{TE} --mixed_precision bf16", "hf": "--recompute layer"}
 
 
@@ -52,6 +54,10 @@ def test_the_sharding_mode_does_not_change_the_run(layers, mode, on_one_device, 
     one, rel = on_one_device[layers], {"te": 2e-3, "hf": 1e-5}[layers]
     for name, tolerance in {"train/loss": rel, "train/grad_norm": 5 * rel, "eval/loss": rel}.items():
         assert curve(folder, name) == pytest.approx(curve(one, name), rel=tolerance)
+    if (layers, mode) == ("te", "fsdp_full"):
+        point = f"--batch_size 4 --resume {folder}/checkpoints/step_000002"
+        resumed = train(tmp_path / "resumed", f"{SHARDED} {LAYERS[layers]} {point}")
+        assert curve(resumed) == pytest.approx({at: x for at, x in curve(one).items() if at > 2}, rel=rel)
     state = saved(folder, 4)
     assert state.keys() == saved(one, 4).keys() and all(".lora_" in name for name in state)
 
