@@ -219,13 +219,13 @@ def test_what_te_layers_do_not_compute_is_refused():
     windowed = te_models.convert(hugging_face("mistral", sliding_window=6), recipe="fp32")
     with pytest.raises(UserError, match="sliding window"):
         windowed(input_ids=ids)
-    for wrong in (
-        {"recipe": "delayd"},
-        {"recipe": "nvfp4", "backend": "emulated"},
-        {"fp8_fp32_scales": True},
-    ):
+    wrong_options = [{"recipe": "delayd"}, {"recipe": "nvfp4"}, {"recipe": "bf16", "fp8_margin": 1}]
+    wrong_options += [{name: True} for name in ("fp8_fp32_scales", "fp8_fast_accumulation")]
+    for wrong in wrong_options:
         with pytest.raises(UserError):
-            te_models.convert(hugging_face(), **wrong)
+            te_models.convert(hugging_face(), backend="emulated", **wrong)
+    with pytest.raises(TypeError, match="fp8_weights"):
+        te_models.convert(hugging_face(), fp8_weights=True)
     with pytest.raises(UserError, match="key/value width 64"):
         te_models.convert(hugging_face(num_key_value_heads=2), recipe="block")
 
