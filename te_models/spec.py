@@ -15,15 +15,10 @@ import xxhash
 from fp8_suite.core.errors import UserError, bad_setting, first_line, one_line
 from fp8_suite.core.gpus import AMPERE
 from fp8_suite.core.hub import require_reachable_hub
-from fp8_suite.core.readers import parse_json, read_json
+from fp8_suite.core.readers import parse_json
 from fp8_suite.te_models.families import FAMILIES, wrong_sizes
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS, require_model
-from fp8_suite.te_models.quantized.methods import (
-    MODELOPT_FILE,
-    Quantization,
-    UnsupportedForm,
-    read_quantization,
-)
+from fp8_suite.te_models.quantized.reader import METHODS, MODELOPT_FILE
 from fp8_suite.te_models.weights import (
     EMBEDDING,
     LM_HEAD,
@@ -47,7 +42,7 @@ class ModelSpec:
     weights: Path | None
     trust_remote_code: bool = False
     unused: tuple[str, ...] = ()  # tensors of the weight files that the model lacks
-    quantization: Quantization | None = None  # form of FP8 weights; `config` has no quantization_config
+    quantization: dict[str, Any] | None = None  # quantization_config of FP8 weights; `config` lacks it
     dequantized: dict[str, Any] | None = None  # form and number of FP8 tensors, for the run's records
 
     @property
@@ -82,8 +77,7 @@ def find_model(
     require_model(name, init)
     random = init == "random" or name in LOCAL_PRESETS
     config = _read_config(name, random=random, trust_remote_code=trust_remote_code)
-    fields = vars(config).pop("quantization_config", None)
-    quantization = _quantization(name, fields) if fields else None
+    quantization = vars(config).pop("quantization_config", None)
     spec = ModelSpec(name, config, None, trust_remote_code, quantization=quantization)
     _refuse_untrainable(spec)
     if use_te:
@@ -96,9 +90,8 @@ def find_model(
             )
     if not random:
         spec = replace(spec, weights=_find_weights(name))
-        if not quantization and (file := spec.weights / MODELOPT_FILE).exists():
-            fields = read_json(file) | {"quant_method": "modelopt"}
-            spec = replace(spec, quantization=_quantization(name, fields))
+        if not quantization and (spec.weights / MODELOPT_FILE).exists():
+            spec = replace(spec, quantization={"quant_method": "modelopt"})
         if use_te or spec.quantization or weight_files(spec.weights):
             spec = _check_weights(spec, use_te=use_te)
     return spec
@@ -188,15 +181,11 @@ def _refuse_untrainable(spec: ModelSpec) -> None:
             "use a causal model, or remove that line",
             model_name=name,
         )
-
-
-def _quantization(name: str, fields: Any) -> Quantization:
-    """Return the form of FP8 weights by their quantization_config. UserError for any other."""
-    try:
-        return read_quantization(fields if isinstance(fields, dict) else fields.to_dict())
-    except UnsupportedForm as error:
-        reason = f"its weights are quantized by {error}, which cannot be trained; give the original model"
-        raise bad_setting(f"{reason}, or one in FP8", model_name=name) from None
+    if spec.quantization and (method := spec.quantization.get("quant_method")) not in METHODS:
+        raise bad_setting(
+            f"its weights are quantized by {method}; give the original model, or one in FP8",
+            model_name=name,
+        )
 
 
 def refuse_te(name: str, config: Any, max_seq_length: int | None = None) -> None:
@@ -242,7 +231,8 @@ def _check_weights(spec: ModelSpec, *, use_te: bool) -> ModelSpec:
     """
     source = SafetensorsSource(spec.weights, spec.quantization)
     if spec.quantization:
-        spec = replace(spec, dequantized=source.reader.check())
+        records = {"form": spec.quantization["quant_method"], "tensors": len(source.fp8)}
+        spec = replace(spec, dequantized=records)
     has_both = {EMBEDDING, LM_HEAD} <= source.shapes().keys()
     if has_both and getattr(spec.config, "tie_word_embeddings", False):
         tied = torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))
@@ -263,7 +253,7 @@ def digests(spec: ModelSpec) -> dict[str, str]:
     contains the names and shapes of the tensors, and two revisions of a model differ nearly everywhere.
     """
     settings = {k: v for k, v in spec.config.to_diff_dict().items() if not k.startswith("_")}
-    text = json.dumps([settings, str(spec.quantization)], sort_keys=True, default=str)
+    text = json.dumps(settings, sort_keys=True, default=str)
     result = {"configuration": xxhash.xxh3_64_hexdigest(text.encode())}
     if spec.weights is not None:
         digest = xxhash.xxh3_64()

@@ -21,8 +21,7 @@ from fp8_suite.core.errors import UserError, bad_setting, first_line
 from fp8_suite.core.readers import parse_json
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.lora.adapters import base_parameters
-from fp8_suite.te_models.quantized.methods import Quantization
-from fp8_suite.te_models.quantized.reader import QuantizedReader, QuantizedRows
+from fp8_suite.te_models.quantized.reader import QuantizedReader
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -202,10 +201,10 @@ def unreadable(path: Path, error: Exception) -> UserError:
 class SafetensorsSource(WeightSource):
     """Tensors of a folder's `*.safetensors`; reads only the requested rows.
 
-    With `quantization`, scales are hidden, and FP8 tensors are multiplied by them in FP32 on `device`.
+    With a `quantization_config`, scales are hidden, and FP8 tensors multiplied by them in FP32 on `device`.
     """
 
-    def __init__(self, folder: Path, quantization: Quantization | None = None, device: Any = "cpu"):
+    def __init__(self, folder: Path, quantization: dict[str, Any] | None = None, device: Any = "cpu"):
         self.name, self._slices, self._device = str(folder), {}, device
         if not (files := weight_files(folder)):
             raise bad_setting(
@@ -220,8 +219,8 @@ class SafetensorsSource(WeightSource):
             self._slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         hidden: Collection[str] = ()
         if quantization:
-            self.reader = QuantizedReader(self.name, self._slices, quantization)
-            self.fp8, hidden = self.reader.blocks, self.reader.hidden
+            self._reader = QuantizedReader(self.name, self._slices, quantization)
+            self.fp8, hidden = self._reader.scales, self._reader.hidden
         for key, part in self._slices.items():
             if not quantization and (dtype := part.get_dtype()) in QUANTIZED:
                 reason = f"{key} is {dtype}, and its config.json has no quantization_config"
@@ -235,12 +234,8 @@ class SafetensorsSource(WeightSource):
 
     def rows(self, key: str, start: int, stop: int) -> Tensor:
         if key in self.fp8:
-            return self.reader.read(key, start, stop, self._device).dequantize()
+            return self._reader.rows(key, start, stop, self._device)
         return self._slices[key][start:stop]
-
-    def quantized(self, key: str) -> QuantizedRows:
-        """Return a weight in `fp8` as stored, with its scales."""
-        return self.reader.read(key, 0, self._shapes[key][0], self._device)
 
 
 # Loading by row numbers.

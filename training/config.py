@@ -17,7 +17,7 @@ from fp8_suite.core.settings import AUTO, Setting, convert, lookup
 from fp8_suite.data.settings import DataConfig
 from fp8_suite.te_models.lora.settings import LoraConfig
 from fp8_suite.te_models.settings import ModelConfig, named_levels
-from fp8_suite.training.checkpoint.settings import CheckpointConfig, parse_export_dtype, parse_save_interval
+from fp8_suite.training.checkpoint.settings import EXPORT_FOLDERS, CheckpointConfig, parse_save_interval
 from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.parallel.settings import DEEPSPEED_MODES, FSDP_MODES, ZERO_3_MODES, ShardingConfig
 from fp8_suite.training.precision.settings import (
@@ -60,7 +60,8 @@ class Config:
     @property
     def export_folders(self) -> dict[str, str]:
         """Folders of the exports in the run folder, by dtype."""
-        return parse_export_dtype(self.checkpoint.export_dtype) if self.exports else {}
+        dtype = self.checkpoint.export_dtype
+        return {k: v for k, v in EXPORT_FOLDERS.items() if self.exports and dtype in (k, "both")}
 
     @property
     def needs_evaluation(self) -> bool:
@@ -85,8 +86,7 @@ SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)}
 
 
 def data_rules(s: Any) -> Iterator[tuple[str, str]]:
-    parse_save_interval(s.save_interval)  # these raise UserError for a value that they cannot parse
-    parse_export_dtype(s.export_dtype)
+    parse_save_interval(s.save_interval)  # UserError for one that it cannot parse
     if s.streaming and s.max_steps is None:
         yield "streaming", "a stream's length is unknown; give --max_steps"
     if s.eval_samples == 0 and (s.generate_samples or s.max_steps == 0):

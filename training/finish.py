@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,12 @@ from fp8_suite.data.build import Loaders
 from fp8_suite.data.chat import turn_end
 from fp8_suite.te_models.build import export_tensors
 from fp8_suite.te_models.lora.merge import Adapters, gather_adapters, merged, peft_config, peft_tensors
-from fp8_suite.te_models.quantized.forms import FORMS, FP32_BLOCKS, Quantizer
+from fp8_suite.te_models.quantized.forms import FORMS, Quantizer
 from fp8_suite.te_models.spec import base_tensors
 from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.run_folder import SAMPLES_FILE, train_losses
 from fp8_suite.training.export.generate import generate_answers, generation_config, tokenizer_round_trips
-from fp8_suite.training.export.loss import export_loss
+from fp8_suite.training.export.loss import load_export, model_loss
 from fp8_suite.training.export.write import NamedTensors, export_adapter, export_hf
 from fp8_suite.training.observers import Observers
 from fp8_suite.training.optim import moments
@@ -32,7 +33,6 @@ from fp8_suite.training.prepare import PreparedRun
 from fp8_suite.training.tracking.metrics import summary_name, tail_mean
 from fp8_suite.training.tracking.tracker import amend_summary
 from fp8_suite.training.trainer import Trainer
-from torch import nn
 
 
 def export(prepared: PreparedRun, assembly: Assembly) -> None:
@@ -77,7 +77,8 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
 
     adapters = gather_adapters(assembly.model, gather)
     for dtype, name in prepared.cfg.export_folders.items():
-        quantizer = _quantizer(prepared, assembly.model) if dtype == "fp8" else None
+        kept = bf16_linears(assembly.model, prepared.resolved.precision)
+        quantizer = Quantizer(FORMS["block"], kept) if dtype == "fp8" else None
         tensors = export_tensors(assembly.model, gather)
         if adapters:
             tensors = _merged(prepared, tensors, adapters)
@@ -85,7 +86,7 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
         print_rank0(f"exported to {folder}")
         if quantizer:
             kv_heads = getattr(prepared.resolved.model.config, "num_key_value_heads", None)
-            print_rank0("\n".join(quantizer.describe(kv_heads)))
+            print_rank0(quantizer.describe(kv_heads))
     if adapters:
         print_rank0(f"adapter for peft: {ranks.run_on_rank0(lambda: _write_adapter(prepared, adapters))}")
 
@@ -110,13 +111,6 @@ def _write_adapter(prepared: PreparedRun, adapters: Adapters) -> Path:
     return export_adapter(prepared.folder / "adapter", peft_tensors(adapters), config)
 
 
-def _quantizer(prepared: PreparedRun, model: nn.Module) -> Quantizer:
-    """Return the quantizer of an FP8 export. Weights have the block scales of training."""
-    precision = prepared.resolved.precision
-    fp32_scales = precision.effective == "block" and prepared.cfg.precision.fp8_fp32_scales
-    return Quantizer(FP32_BLOCKS if fp32_scales else FORMS["block"], bf16_linears(model, precision))
-
-
 def evaluate_exports(prepared: PreparedRun, loaders: Loaders) -> None:
     """Add the losses of exports to summary.json, if one is in FP8. On one rank, after training."""
     folders, summary = prepared.cfg.export_folders, read_record(prepared.folder / "summary.json")
@@ -124,8 +118,12 @@ def evaluate_exports(prepared: PreparedRun, loaders: Loaders) -> None:
         return
     spec, device, losses = prepared.resolved.model, prepared.strategy.device, {}
     for dtype, name in folders.items():
+        gc.collect()  # models before this one may be part of reference cycles
         try:
-            loss = export_loss(prepared.folder / name, loaders.eval, spec, device)
+            folder, trusts_code = prepared.folder / name, spec.trust_remote_code
+            loss = model_loss(
+                load_export(folder, device, trust_remote_code=trusts_code), loaders.eval, spec, device
+            )
         except torch.OutOfMemoryError as error:
             print(f"WARNING: {name} is not evaluated: {first_line(error)}")
             continue

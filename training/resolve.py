@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fp8_suite.core.errors import counted
 from fp8_suite.core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO
-from fp8_suite.te_models.quantized.formats import SQUARE
+from fp8_suite.te_models.quantized.reader import SQUARE, block_of
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import ModelSpec, digests, find_model
@@ -54,10 +54,10 @@ def resolve(cfg: Config) -> Resolved:
         print_rank0(f"WARNING: --model_name {spec.name}: {reason}: {names}")
     if spec.dequantized:
         tensors, form = counted(spec.dequantized["tensors"], "FP8 tensor"), spec.dequantized["form"]
-        print_rank0(f"dequantizes {tensors} of {spec.name} ({form}; scales: {spec.dequantized['scales']})")
+        print_rank0(f"dequantizes {tensors} of {spec.name} ({form})")
         if cfg.lora.enabled and cfg.precision.fp8_weights:
             kept = "keep these values where their scales are powers of two (--fp8_fp32_scales: all)"
-            same = precision.effective == "block" and SQUARE in spec.quantization.blocks
+            same = precision.effective == "block" and block_of(spec.quantization) == SQUARE
             print_rank0(f"frozen FP8 weights {kept if same else 'are quantized again from these values'}")
     for reason in filter(None, [precision.fallback_reason, *precision.map_fallbacks.values()]):
         rule = "!" * 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.settings import Effect, Section, resumable
@@ -36,8 +36,8 @@ class CheckpointConfig(Section):
         "auto: newest checkpoint in --output_dir; PATH: newest derived from this one; none: from scratch",
     )
     export: bool = resumable(True, "write a Hugging Face model at the end")
-    export_dtype: str = resumable(
-        "bf16", "linear weights of the export: bf16, fp8 (scales per 128 x 128 block), or bf16,fp8 for both"
+    export_dtype: Literal["bf16", "fp8", "both"] = resumable(
+        "bf16", "linear weights of the export; fp8 has scales per 128 x 128 block"
     )
     generate_samples: int = resumable(
         0, "evaluation prompts to answer with the exported model; 0: none", minimum=0
@@ -45,14 +45,6 @@ class CheckpointConfig(Section):
 
 
 EXPORT_FOLDERS = {"bf16": "export", "fp8": "export_fp8"}  # in the run folder
-
-
-def parse_export_dtype(text: str) -> dict[str, str]:
-    """Return {dtype: folder} of the exports in --export_dtype. UserError for an unknown dtype."""
-    dtypes = [part.strip() for part in text.split(",")]
-    if not {*dtypes} <= EXPORT_FOLDERS.keys():
-        raise bad_setting("not bf16, fp8 or bf16,fp8", export_dtype=text)
-    return {dtype: folder for dtype, folder in EXPORT_FOLDERS.items() if dtype in dtypes}
 
 
 def parse_save_interval(text: str) -> tuple[int, float]:

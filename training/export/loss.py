@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ def require_fp8_export(spec: ModelSpec) -> None:
 def load_export(folder: Path, device: torch.device, *, trust_remote_code: bool = False) -> nn.Module:
     """Load an export with transformers in the dtype for inference. FP8 weights are dequantized.
 
-    UserError if it cannot be loaded, or if weights are missing or left over.
+    UserError if it cannot be loaded, or if weights are missing or left over; torch.OutOfMemoryError.
     """
     options: dict[str, Any] = {"dtype": inference_dtype(device)}
     # FP8 GEMMs of transformers are kernels from the hub. The values are the same in BF16.
@@ -58,22 +57,6 @@ def load_export(folder: Path, device: torch.device, *, trust_remote_code: bool =
         reason = f"{len(wrong)} weights are missing or left over, {wrong[0]} first"
         raise UserError(f"{folder}: transformers cannot load it ({reason})")
     return model.to(device).eval()
-
-
-def export_loss(folder: Path, rows: Loader, spec: ModelSpec, device: torch.device) -> float:
-    """Return an export's mean loss over the label tokens of `rows`.
-
-    `rows` may be one rank's share; all are evaluated. UserError if transformers cannot load the files,
-    torch.OutOfMemoryError if they do not fit on the GPU.
-    """
-    gc.collect()  # the trained model may be part of reference cycles
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        needed = 2.2 * sum(shape.numel() for shape in parameter_shapes(on_meta(spec)).values())
-        if needed > (free := torch.cuda.mem_get_info(device)[0]):
-            raise torch.OutOfMemoryError(f"it needs {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free")
-    inner = load_export(folder, device, trust_remote_code=spec.trust_remote_code)
-    return model_loss(inner, rows, spec, device)
 
 
 @torch.no_grad()
