@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -134,25 +133,14 @@ def _from_seed(spec: ModelSpec, options: BuildOptions) -> nn.Module:
     return model
 
 
-@dataclass(frozen=True)
-class UnreadWeight:
-    """Weight that transformers reads when it needs it, by `weight[...]`, as it does with slices of files."""
-
-    source: WeightSource
-    key: str
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.source.get(self.key)
-
-
 def _from_files(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
     """Load a model with transformers; raise UserError if files are unreadable or weights are missing."""
     kind = auto_class(spec.config, trust_remote_code=spec.trust_remote_code)
     weights: dict[str, Any] = {"pretrained_model_name_or_path": spec.weights}
     if spec.quantization:
         kind, source = type(on_meta(spec)), weight_source(spec, seed=0, device=torch.device("cpu"))
-        unread = {key: UnreadWeight(source, key) for key in source.shapes()}
-        weights = {"pretrained_model_name_or_path": None, "config": spec.config, "state_dict": unread}
+        tensors = {name: source.get(name).to(dtype) for name in source.shapes()}
+        weights = {"pretrained_model_name_or_path": None, "config": spec.config, "state_dict": tensors}
     try:
         model, info = kind.from_pretrained(
             **weights,

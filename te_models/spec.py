@@ -43,7 +43,7 @@ class ModelSpec:
     trust_remote_code: bool = False
     unused: tuple[str, ...] = ()  # tensors of the weight files that the model lacks
     quantization: dict[str, Any] | None = None  # quantization_config of FP8 weights; `config` lacks it
-    dequantized: dict[str, Any] | None = None  # form and number of FP8 tensors, for the run's records
+    dequantized: str | None = None  # number and form of FP8 tensors, for the run's records
 
     @property
     def short_name(self) -> str:
@@ -231,8 +231,8 @@ def _check_weights(spec: ModelSpec, *, use_te: bool) -> ModelSpec:
     """
     source = SafetensorsSource(spec.weights, spec.quantization)
     if spec.quantization:
-        records = {"form": spec.quantization["quant_method"], "tensors": len(source.fp8)}
-        spec = replace(spec, dequantized=records)
+        dequantized = f"{len(source.fp8)} tensors ({spec.quantization['quant_method']})"
+        spec = replace(spec, dequantized=dequantized)
     has_both = {EMBEDDING, LM_HEAD} <= source.shapes().keys()
     if has_both and getattr(spec.config, "tie_word_embeddings", False):
         tied = torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))

@@ -117,13 +117,11 @@ def evaluate_exports(prepared: PreparedRun, loaders: Loaders) -> None:
     if "fp8" not in folders or loaders.eval is None or "export_loss_fp8" in summary:
         return
     spec, device, losses = prepared.resolved.model, prepared.strategy.device, {}
+    load = partial(load_export, device=device, trust_remote_code=spec.trust_remote_code)
     for dtype, name in folders.items():
         gc.collect()  # models before this one may be part of reference cycles
         try:
-            folder, trusts_code = prepared.folder / name, spec.trust_remote_code
-            loss = model_loss(
-                load_export(folder, device, trust_remote_code=trusts_code), loaders.eval, spec, device
-            )
+            loss = model_loss(load(prepared.folder / name), loaders.eval, spec, device)
         except torch.OutOfMemoryError as error:
             print(f"WARNING: {name} is not evaluated: {first_line(error)}")
             continue

@@ -53,8 +53,7 @@ def resolve(cfg: Config) -> Resolved:
         reason = f"left out {count} of its files, which the model does not have"
         print_rank0(f"WARNING: --model_name {spec.name}: {reason}: {names}")
     if spec.dequantized:
-        tensors, form = counted(spec.dequantized["tensors"], "FP8 tensor"), spec.dequantized["form"]
-        print_rank0(f"dequantizes {tensors} of {spec.name} ({form})")
+        print_rank0(f"dequantizes {spec.dequantized} of {spec.name}")
         if cfg.lora.enabled and cfg.precision.fp8_weights:
             kept = "keep these values where their scales are powers of two (--fp8_fp32_scales: all)"
             same = precision.effective == "block" and block_of(spec.quantization) == SQUARE

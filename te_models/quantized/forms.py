@@ -16,8 +16,6 @@ import torch
 from fp8_suite.te_models.emulation.casts import BLOCK, E4M3, cast_blocks, saturate
 from torch import Tensor
 
-Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
-
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return values [out, in] and FP32 scales [out/128, in/128], powers of two, as TE's block recipe."""
@@ -32,46 +30,39 @@ def quantize_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
     return saturate(weight / scale.float(), E4M3), scale
 
 
-def _block_config(kept: Sequence[str]) -> dict[str, Any]:
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": list(kept),
-    }
-
-
-def _channel_config(kept: Sequence[str]) -> dict[str, Any]:
-    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": numbers | {"strategy": "channel", "dynamic": False},
-        "input_activations": numbers | {"strategy": "token", "dynamic": True},
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": list(kept),
-    }
-
-
 @dataclass(frozen=True)
 class Form:
     """A way to store FP8 weights: `X.weight` in E4M3 and its scales in `X.<scale_name>`."""
 
     scale_name: str
     multiple: int  # of rows and columns of weights in FP8; others stay in BF16
-    quantize: Quantize
-    config: Callable[[Sequence[str]], dict[str, Any]]  # quantization_config, from the modules in BF16
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]  # FP32 weight -> values, scales
+    config: dict[str, Any]  # quantization_config, in which `kept_field` lists the modules in BF16
+    kept_field: str
 
 
+BLOCK_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True}
+CHANNEL_GROUP = {
+    "targets": ["Linear"],
+    "weights": NUMBERS | {"strategy": "channel", "dynamic": False},
+    "input_activations": NUMBERS | {"strategy": "token", "dynamic": True},
+}
+CHANNEL_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {"group_0": CHANNEL_GROUP},
+}
 FORMS = {
     # transformers reads wrong values from a weight with cut-off blocks.
-    "block": Form("weight_scale_inv", BLOCK, quantize_blocks, _block_config),
-    "channel": Form("weight_scale", 16, quantize_channels, _channel_config),
+    "block": Form("weight_scale_inv", BLOCK, quantize_blocks, BLOCK_CONFIG, "modules_to_not_convert"),
+    "channel": Form("weight_scale", 16, quantize_channels, CHANNEL_CONFIG, "ignore"),
 }
 
 # vLLM runs these projections as one GEMM, so all or none of them are in FP8.
@@ -148,7 +139,7 @@ class Quantizer:
     @property
     def config(self) -> dict[str, Any]:
         """The `quantization_config` of config.json."""
-        return self.form.config(list(self.kept))
+        return self.form.config | {self.form.kept_field: list(self.kept)}
 
     def describe(self, kv_heads: int | None) -> str:
         """Return, for the user, how many weights are in FP8, and how vLLM cannot serve them."""

@@ -51,7 +51,7 @@ def test_channels_are_those_of_compressed_tensors(dtype):
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    group = FORMS["channel"].config(["lm_head"])["config_groups"]["group_0"]
+    group = FORMS["channel"].config["config_groups"]["group_0"]
     scheme = QuantizationScheme(**group)
     source = weight(dtype=dtype)
     source[5] = 0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,18 +54,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(
         prog="python -m training.export.quantize",
         description="Write a Hugging Face model with FP8 weights for vLLM and transformers.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("source", metavar="EXPORT", help="model, such as RUN/export")
     parser.add_argument("folder", metavar="OUT", type=Path, help="new folder")
-    parser.add_argument(
-        "--form", choices=list(FORMS), default="block", help="one scale per 128 x 128 block, or per channel"
-    )
+    scales = "one scale per 128 x 128 block (default), or per channel"
+    parser.add_argument("--form", choices=list(FORMS), default="block", help=scales)
     try:
         args = parser.parse_args(argv)
-        began = time.perf_counter()
         print(quantize_export(args.source, args.folder, FORMS[args.form]))
-        print(f"written to {args.folder} in {time.perf_counter() - began:.1f} s")
+        print(f"written to {args.folder}")
         return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

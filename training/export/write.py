@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -42,8 +41,8 @@ def export_hf(
 
     Weights are in BF16, with a `quantizer` those of linear layers in FP8.
 
-    Names and shapes are Hugging Face's, without a tied `lm_head.weight`. Two shards of at most
-    MAX_SHARD_BYTES are in memory at a time. Remote code named in `config` is copied from `code_folder`. A
+    Names and shapes are Hugging Face's, without a tied `lm_head.weight`. About MAX_SHARD_BYTES are in
+    memory at a time. Remote code named in `config` is copied from `code_folder`. A
     complete export replaces an earlier one; other files in the folder are kept.
     UserError if a tensor does not match the model of `config`, if `check_export` fails, or if writing fails.
     """
@@ -182,22 +181,16 @@ def _to_hub_format(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[st
 def write_shards(folder: Path, tensors: NamedTensors) -> None:
     """Write shards as the tensors arrive, then rename them: final names contain the number of shards.
 
-    A shard has at most MAX_SHARD_BYTES, or one larger tensor. One is written while the next is gathered.
+    A shard has at most MAX_SHARD_BYTES, or one larger tensor.
     """
     files: list[list[str]] = []
     total = 0
     on_cpu = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
-    with ThreadPoolExecutor(1) as pool:
-        written: Future | None = None
-        for shard in in_groups(on_cpu, lambda pair: pair[1].nbytes, MAX_SHARD_BYTES):
-            if written is not None:
-                written.result()
-            written = pool.submit(write_tensors, folder / f"{len(files)}.part", dict(shard), {})
-            files.append([name for name, _ in shard])
-            total += sum(tensor.nbytes for _, tensor in shard)
-            shard.clear()  # the writer frees the memory
-        if written is not None:
-            written.result()
+    for shard in in_groups(on_cpu, lambda pair: pair[1].nbytes, MAX_SHARD_BYTES):
+        write_tensors(folder / f"{len(files)}.part", dict(shard), {})
+        files.append([name for name, _ in shard])
+        total += sum(tensor.nbytes for _, tensor in shard)
+        shard.clear()  # free the memory before the next shard is gathered
     if len(files) == 1:
         (folder / "0.part").rename(folder / "model.safetensors")
         return

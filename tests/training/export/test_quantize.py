@@ -96,7 +96,9 @@ def test_an_export_in_fp8_is_the_quantized_bf16_export(tmp_path):
 def test_an_export_in_fp8_is_quantized_again_to_the_same_values(form, tmp_path):
     source = export_of(tmp_path / "export", build())
     for origin, folder in ((source, "first"), (tmp_path / "first", "second")):
+        (origin / "hf_quant_config.json").write_text("{}")
         assert main([str(origin), str(tmp_path / folder), "--form", form]) == 0
+        assert not (tmp_path / folder / "hf_quant_config.json").exists(), "it describes the source"
     first, second = (dequantized(tmp_path / folder, form) for folder in ("first", "second"))
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
