@@ -128,10 +128,10 @@ class TECausalLM(nn.Module):
             "down": ("layernorm_mlp.fc2", {"down_proj": hidden}, lambda b: b),
         }
         names = options.lora.targets(projection_names(len(self.layers)))
-        parts = [name.split(".")[2:] for name in names]  # layer, attention or MLP, linear layer
         for i, (layer, level) in enumerate(zip(self.layers, self.recompute, strict=True)):
-            targets = {target: parent for number, parent, target in parts if int(number) == i}
-            if "mlp" in targets.values():
+            prefix = f"model.layers.{i}."
+            targets = {name.rpartition(".")[2]: name for name in names if name.startswith(prefix)}
+            if any(name.startswith(f"{prefix}mlp.") for name in targets.values()):
                 factory_kwargs = {"params_dtype": options.dtype, "device": "meta"}
                 layer.layernorm_mlp = LayerNormMLP(te, hidden, ffn, eps=config.rms_norm_eps, **factory_kwargs)
             for place, (result, (path, sizes, arrange)) in enumerate(modules.items()):

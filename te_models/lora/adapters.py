@@ -17,13 +17,13 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from fp8_suite.te_models.emulation.gemm import swiglu, swiglu_gradient
-from fp8_suite.te_models.lora.settings import PROJECTIONS, LoraConfig
+from fp8_suite.te_models.lora.settings import LoraConfig
 from torch import Tensor, nn
 
 NAMES = A, B = "lora_a", "lora_b"
@@ -45,16 +45,7 @@ def hf_adapters(model: nn.Module) -> dict[str, nn.Module]:
 
     Names are such as `model.layers.0.self_attn.q_proj`, in the order of the Hugging Face model's modules.
     """
-    found = {}
-    for name, module in model.named_modules():
-        if not hasattr(module, A):
-            continue
-        if name.startswith("layers."):  # of a TE model
-            (_, layer, *_), projection = name.split("."), name.rpartition(".")[2]
-            found[f"model.layers.{layer}.{PROJECTIONS[projection]}.{projection}"] = module
-        else:
-            found[name.removeprefix("model.")] = module
-    return found
+    return {module.hf_name: module for module in model.modules() if hasattr(module, "hf_name")}
 
 
 def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -121,7 +112,8 @@ def adapt_hf(model: nn.Module, lora: LoraConfig) -> None:
     for name in lora.targets(list(linears)):
         linear = linears[name]
         _register(linear, lora.lora_rank, linear.in_features, linear.out_features, linear.weight)
-        linear.__class__, linear.lora = _with_mixin(_HFLinear, type(linear)), lora
+        linear.__class__ = _with_mixin(_HFLinear, type(linear))
+        linear.lora, linear.hf_name = lora, name
     freeze_base(model)
 
 
@@ -258,7 +250,7 @@ def base_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
 def adapt_te(
     module: nn.Module,
     sizes: dict[str, int],
-    targets: Collection[str],
+    targets: dict[str, str],
     lora: LoraConfig,
     seed: DropoutSeed,
     *,
@@ -266,11 +258,15 @@ def adapt_te(
     in_place: bool,
     arrange: Callable[[Tensor], Tensor],
 ) -> None:
-    """Add adapters of the `targets` among `sizes` to a te.Linear or te.LayerNormLinear; see `_TEModule`."""
+    """Add adapters to a te.Linear or te.LayerNormLinear; see `_TEModule`.
+
+    `targets` are the Hugging Face names of a layer's adapted linear layers by their last part.
+    """
     for name in (name for name in sizes if name in targets):
-        module.add_module(name, nn.Module())
-        features = module.weight.shape[1]
-        _register(module.get_submodule(name), lora.lora_rank, features, sizes[name], module.weight)
+        adapter = nn.Module()
+        _register(adapter, lora.lora_rank, module.weight.shape[1], sizes[name], module.weight)
+        adapter.hf_name = targets[name]
+        module.add_module(name, adapter)
     module.__class__ = _with_mixin(_TEModule, type(module))
     module.lora, module.seed, module.number = lora, seed, number
     module.sizes, module.in_place, module.arrange = sizes, in_place, arrange

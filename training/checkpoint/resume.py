@@ -172,9 +172,8 @@ def frozen_base(cfg: Config, model: ModelSpec) -> dict[str, str] | None:
 def check_base(point: ResumePoint, base: dict[str, str] | None) -> None:
     """UserError if adapters of the checkpoint were trained on other frozen weights."""
     if (saved := point.meta.get("base")) != base and saved and base:
-        reason = f"its adapters were trained on other weights of {saved['model_name']}"
-        way_out = "restore that revision, or start a new run"
-        raise bad_setting(f"{reason}; {way_out}", resume=point.path, model_name=base["model_name"])
+        reason = f"its adapters were trained on other weights of {saved['model_name']}; restore those"
+        raise bad_setting(reason, resume=point.path, model_name=base["model_name"])
 
 
 def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) -> str:
