@@ -42,6 +42,9 @@ def launch(description: str, *, start: Callable[[Config], torch.device], started
     # transformers imports these wherever it can, which takes a sixth of the time.
     unused = ["sklearn", *(["torchao"] if cfg and cfg.model.use_te else [])]
     hidden = [name for name in unused if sys.modules.setdefault(name, None) is None]
+    from fp8_suite.training.precision.torchao_fp8 import silence_import
+
+    silence_import()
     import transformers.modeling_utils  # noqa: F401
     from fp8_suite.training.outcome import exit_process
     from fp8_suite.training.run import main

@@ -157,3 +157,11 @@ def test_a_model_without_known_heads_is_not_compiled_ahead(monkeypatch, tmp_path
     for name in (tmp_path, "organisation/model-on-the-hub"):
         flags = f"--model_name {name} --use_te"
         launch._work_ahead(parse_config(flags.split(), prog="train_fp8.py", description=""))
+
+
+def test_an_error_after_the_imports_is_one_line_too():
+    """With Hugging Face layers, transformers imports torchao, which logs what it cannot load."""
+    flags = ["--lora_rank", "4", "--lora_targets", "nothing"]
+    done = subprocess.run([sys.executable, "train_fp8.py", *flags], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --lora_targets nothing:") and done.stderr.count("\n") == 1
