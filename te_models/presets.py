@@ -103,6 +103,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     **_variants(_LLAMA_3_MODELS, "-Instruct", eos_token_id=128009),
     **_variants(_QWEN_25_MODELS, "-Instruct", **_QWEN_25_INSTRUCT),
     **_variants(_QWEN_3_MODELS, "-Base", max_position_embeddings=32768, eos_token_id=151643),
+    "Qwen/Qwen3-32B": _model(_QWEN_3, 5120, 64, 64, 8, 25600),  # it has no -Base
     "mistralai/Mistral-7B-v0.3": _MISTRAL_7B,
     "mistralai/Mistral-7B-Instruct-v0.3": _MISTRAL_7B,
 }

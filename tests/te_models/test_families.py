@@ -80,6 +80,7 @@ PUBLISHED = {
     "Qwen/Qwen3-4B-Base": (4022.5, 1e-6, 32768, 1e6, None, 151643, True),
     "Qwen/Qwen3-8B": (8190.7, 1e-6, 40960, 1e6, None, 151645, False),
     "Qwen/Qwen3-14B": (14768.3, 1e-6, 40960, 1e6, None, 151645, False),
+    "Qwen/Qwen3-32B": (32762.1, 1e-6, 40960, 1e6, None, 151645, False),
     "mistralai/Mistral-7B-v0.3": (7248.0, 1e-5, 32768, 1e6, None, 2, False),
 }
 

@@ -179,13 +179,15 @@ class TrainingSetup:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes per parameter of the weights on the GPU, without adapters.
+        """Bytes of the unsharded weights, without adapters.
 
         FP8 weights are in addition to those in BF16, unless the latter are offloaded, or need not be kept
         because they are frozen.
         """
+        in_fp8 = self.model.gemm_weights if self.optimizer.holds_fp8_weights else 0
         alone = self.optimizer.offload or self.model.adapters > 0
-        return self.optimizer.parameter_dtype.itemsize + self.fp8_share * (-1 if alone else 1)
+        whole = self.optimizer.parameter_dtype.itemsize * self.model.parameters
+        return whole - in_fp8 if alone else whole + in_fp8
 
     @property
     def state_on_gpu(self) -> str:

@@ -59,7 +59,7 @@ def followed(sizing: Sizing, text: str) -> Sizing | None:
         (60, (70.0, "hsdp", 8), AUTO | HSDP, "64 without --hsdp_shard_size ("),
         (150, (70.0, "fsdp_full", 64), AUTO | {"global_batch_size": 4096}, "use 512 GPUs ("),
         (110, (8.0, "fsdp_full", 8), CHECKPOINTED, "--gradient_accumulation_steps and --gradient_checkp"),
-        (22, (), AUTO | {"lora_rank": 16, "use_te": True}, "use --recompute layer --offload_activations ("),
+        (22, (), AUTO | {"lora_rank": 16, "use_te": True}, "use --fp8_weights ("),
         (20, (1.2,), AUTO | {"max_seq_length": 524_288}, "use --max_seq_length"),
     ],
 )
