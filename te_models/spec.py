@@ -182,10 +182,8 @@ def _refuse_untrainable(spec: ModelSpec) -> None:
             model_name=name,
         )
     if spec.quantization and (method := spec.quantization.get("quant_method")) not in METHODS:
-        raise bad_setting(
-            f"its weights are quantized by {method}; give the original model, or one in FP8",
-            model_name=name,
-        )
+        reason = f"its weights are quantized by {method}; give the original model, or one in FP8"
+        raise bad_setting(reason, model_name=name)
 
 
 def refuse_te(name: str, config: Any, max_seq_length: int | None = None) -> None:

@@ -1,7 +1,6 @@
 """FP8 forms of exported models: which weights are in FP8, how they are quantized, how config.json says so.
 
-Weights are [out, in]. Each weight in FP8 becomes two tensors: E4M3 values and scales, whose
-product is the weight.
+Weights are [out, in]. Each one in FP8 becomes two tensors: E4M3 values and scales, whose product it is.
 """
 
 from __future__ import annotations

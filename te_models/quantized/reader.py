@@ -84,8 +84,7 @@ class QuantizedReader:
     def _read_scales(self, key: str, name: str | None) -> tuple[Tensor, Block]:
         """Return scales and the block that the shape of the scales stands for."""
         if name is None:
-            wanted = " or ".join(key + suffix for suffix in SUFFIXES)
-            raise self._error(f"{key} is FP8, but its scales ({wanted}) are missing")
+            raise self._error(f"{key} is FP8, but its scales ({key}_scale_inv or _scale) are missing")
         part, shape = self._tensors[name], self._tensors[key].get_shape()
         if (dtype := part.get_dtype()) not in SCALES:
             raise self._error(f"{name} is {dtype}, and scales are {', '.join(SCALES)}")
@@ -94,8 +93,8 @@ class QuantizedReader:
         stored = part.get_shape() + [1] * (2 - len(part.get_shape()))
         block = next((block for block, grid in grids.items() if grid == stored), None)
         if block is None:
-            needed = " or ".join(map(str, grids.values()))
-            raise self._error(f"{name} has shape {part.get_shape()}, and {key} {shape} needs {needed}")
+            needed = f"{key} {shape} needs one of {list(grids.values())}"
+            raise self._error(f"{name} has shape {part.get_shape()}, and {needed}")
         scales = part[...].float().reshape(stored)
         if (wrong := scales[~(scales.isfinite() & (scales > 0))]).numel():
             raise self._error(f"{name} contains {wrong[0].item()}, and scales are positive and finite")

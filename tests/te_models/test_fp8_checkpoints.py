@@ -226,7 +226,7 @@ SCALE = f"{Q_PROJ}_scale_inv"
     ("name", "tensor", "message"),
     [
         (SCALE, None, rf"{Q_PROJ} is FP8, but its scales .* are missing"),
-        (SCALE, torch.ones(2, 3), rf"{SCALE} has shape \[2, 3\], and .* \[256, 256\] needs .* or \[2, 2\]"),
+        (SCALE, torch.ones(2, 3), rf"{SCALE} has shape \[2, 3\], and .* \[256, 256\] needs .* \[2, 2\]"),
         (SCALE, torch.ones(4), rf"{SCALE} has shape \[4\]"),
         (SCALE, torch.ones(2, 2, dtype=torch.float64), f"{SCALE} is F64"),
         *(
