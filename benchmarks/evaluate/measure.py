@@ -26,7 +26,6 @@ from fp8_suite.data.samples import Selection, Split
 from fp8_suite.data.tokenizer import load_tokenizer
 from fp8_suite.te_models.spec import find_model
 from fp8_suite.training.export.loss import load_export, model_loss
-from fp8_suite.training.precision.torchao_fp8 import silence_import
 
 Answers = list[dict[str, Any]]
 
@@ -35,7 +34,6 @@ def measure(
     target: Target, measures: list[str], tasks: list[str], manager: Any, args: argparse.Namespace
 ) -> tuple[list[Result], Answers]:
     """Return the results of a model, and its answers. UserError if it or its data cannot be used."""
-    silence_import()
     cfg, trusts_code = target.cfg, target.cfg.model.trust_remote_code
     spec = find_model(target.path, init="pretrained", use_te=False, trust_remote_code=trusts_code)
     name = cfg.model.tokenizer_name or target.path
