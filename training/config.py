@@ -93,6 +93,8 @@ def data_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "eval_samples", "--generate_samples and --max_steps 0 need evaluation samples; give some"
     if s.generate_samples and not s.export:
         yield "generate_samples export", "samples come from the exported model; drop one of the two"
+    if s.export_dtype != "bf16" and not s.export:
+        yield "export_dtype export", "this run writes no export; drop one of the two"
     if s.generate_samples and s.max_steps == 0:
         reason = "--max_steps 0 only evaluates and exports nothing, but samples need an export; drop one"
         yield "max_steps generate_samples", reason

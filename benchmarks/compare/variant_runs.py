@@ -57,8 +57,9 @@ def build_runs(
 
     def build(name: str, seed: int | None = None) -> VariantRun:
         suffix, change = ("", {}) if seed is None else (f"-seed{seed}", {"seed": seed})
-        samples = {"export": True} if common.get("generate_samples") else {}  # exported models write them
-        settings = DEFAULTS | samples | common | by_name[name].settings | change
+        needs_export = common.get("generate_samples") or "export_dtype" in common
+        export = {"export": True} if needs_export else {}
+        settings = DEFAULTS | export | common | by_name[name].settings | change
         try:
             cfg = run_config(settings, folder / "runs" / f"{by_name[name].folder_name}{suffix}")
         except UserError as error:

@@ -361,3 +361,8 @@ def test_a_file_that_asks_for_samples_can_be_compared(tmp_path):
     demo = f"--config {ROOT / 'configs' / 'demo.yaml'} --eval_samples 200"
     saved = planned_runs(tmp_path, "bf16,delayed", flags=demo)[1].cfg.checkpoint
     assert saved.export and saved.generate_samples == 2
+
+
+def test_a_comparison_with_export_dtype_exports(tmp_path):
+    saved = planned_runs(tmp_path, "bf16,delayed", flags="--export_dtype both")[1].cfg.checkpoint
+    assert saved.export and saved.export_dtype == "both"
