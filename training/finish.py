@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,30 +50,6 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
             weights.append(weight)
         return strategy.gather(weights)
 
-    def write(tensors: Iterator[tuple[str, torch.Tensor]], name: str, quantizer: Quantizer | None) -> Path:
-        spec, tokenizer = prepared.resolved.model, prepared.tokenizer
-        folder = export_hf(
-            prepared.folder / name,
-            tensors,
-            config=spec.config,
-            tokenizer=tokenizer,
-            generation_config=generation_config(
-                spec,
-                tokenizer,
-                turn_end=turn_end(tokenizer),
-                own_tokenizer=prepared.cfg.model.tokenizer_name is None,
-            ),
-            trust_remote_code=spec.trust_remote_code,
-            code_folder=spec.weights,
-            quantizer=quantizer,
-        )
-        if not tokenizer_round_trips(folder, tokenizer, trust_remote_code=spec.trust_remote_code):
-            print_rank0(
-                f"WARNING: AutoTokenizer loads a different tokenizer from {folder} than the one used in "
-                f"training; this suite reads it right, but other programs must load {tokenizer.name_or_path}"
-            )
-        return folder
-
     adapters = gather_adapters(assembly.model, gather)
     for dtype, name in prepared.cfg.export_folders.items():
         kept = bf16_linears(assembly.model, prepared.resolved.precision)
@@ -82,13 +57,39 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
         tensors = export_tensors(assembly.model, gather)
         if adapters:
             tensors = _merged(prepared, tensors, adapters)
-        folder = ranks.iterate_on_rank0(tensors, partial(write, name=name, quantizer=quantizer))
+        folder = ranks.iterate_on_rank0(tensors, partial(_write, prepared, name=name, quantizer=quantizer))
         print_rank0(f"exported to {folder}")
         if quantizer:
             kv_heads = getattr(prepared.resolved.model.config, "num_key_value_heads", None)
             print_rank0(quantizer.describe(kv_heads))
     if adapters:
         print_rank0(f"adapter for peft: {ranks.run_on_rank0(lambda: _write_adapter(prepared, adapters))}")
+
+
+def _write(prepared: PreparedRun, tensors: NamedTensors, name: str, quantizer: Quantizer | None) -> Path:
+    """Write one export, and warn if its tokenizer is another one."""
+    spec, tokenizer = prepared.resolved.model, prepared.tokenizer
+    folder = export_hf(
+        prepared.folder / name,
+        tensors,
+        config=spec.config,
+        tokenizer=tokenizer,
+        generation_config=generation_config(
+            spec,
+            tokenizer,
+            turn_end=turn_end(tokenizer),
+            own_tokenizer=prepared.cfg.model.tokenizer_name is None,
+        ),
+        trust_remote_code=spec.trust_remote_code,
+        code_folder=spec.weights,
+        quantizer=quantizer,
+    )
+    if not tokenizer_round_trips(folder, tokenizer, trust_remote_code=spec.trust_remote_code):
+        print_rank0(
+            f"WARNING: AutoTokenizer loads a different tokenizer from {folder} than the one used in "
+            f"training; this suite reads it right, but other programs must load {tokenizer.name_or_path}"
+        )
+    return folder
 
 
 def _merged(prepared: PreparedRun, tensors: NamedTensors, adapters: Adapters) -> NamedTensors:
