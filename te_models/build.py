@@ -27,9 +27,9 @@ from fp8_suite.te_models.spec import (
 )
 from fp8_suite.te_models.weights import (
     Gather,
+    TensorSource,
     WeightSource,
     fill_named,
-    fill_whole,
     load_te,
     other_shape,
     te_to_hf,
@@ -58,7 +58,6 @@ def build_te(spec: ModelSpec, options: BuildOptions) -> TECausalLM:
         source = weight_source(spec, seed=options.seed, device=options.device)
         loading = partial(frozen_in_fp8, recipe=frozen, device=options.device) if frozen else nullcontext
         load_te(model, source, options.split_master, loading)
-        model.frozen_source = source if frozen else None
         _initialize_adapters(model, options)
         return model
     with torch.no_grad():
@@ -101,8 +100,8 @@ def build_hf(spec: ModelSpec, options: BuildOptions) -> HFCausalLM:
 
 
 def _initialize_adapters(model: nn.Module, options: BuildOptions) -> None:
-    for parameter, values in initial_values(model, options.seed):
-        fill_whole(parameter, values)
+    for adapter, values in initial_values(model, options.seed):
+        fill_named({name: getattr(adapter, name) for name in values}, TensorSource(values))
 
 
 def _wrap(inner: nn.Module, spec: ModelSpec, options: BuildOptions) -> HFCausalLM:

@@ -18,13 +18,13 @@ from fp8_suite.te_models.families import FAMILIES, head_dim
 from fp8_suite.te_models.kernels.loss import TokenLoss, linear_cross_entropy
 from fp8_suite.te_models.kernels.loss_fp8 import linear_cross_entropy_fp8
 from fp8_suite.te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
-from fp8_suite.te_models.lora.adapters import DropoutSeed, LayerNormMLP, adapt_te, freeze_base
+from fp8_suite.te_models.lora.adapters import LayerNormMLP, adapt_te, draw_dropout, freeze_base
 from fp8_suite.te_models.lora.settings import projection_names
 from fp8_suite.te_models.options import BuildOptions, NativeOptions
 from fp8_suite.te_models.recompute.layers import run_recomputed
 from fp8_suite.te_models.recompute.offload import ActivationOffload
 from fp8_suite.te_models.settings import KEPT, recompute_levels
-from fp8_suite.te_models.weights import WeightSource, fuse_qkv
+from fp8_suite.te_models.weights import fuse_qkv
 from torch import Tensor, nn
 
 
@@ -69,8 +69,6 @@ class TECausalLM(nn.Module):
             self.layers = nn.ModuleList(self._build_layer(i) for i in range(config.num_hidden_layers))
         self.norm = te.RMSNorm(hidden_size, eps=config.rms_norm_eps, **factory_kwargs)
         self.lm_head = nn.Linear(hidden_size, vocabulary, bias=False, **factory_kwargs)
-        self.dropout_seed = DropoutSeed()
-        self.frozen_source: WeightSource | None = None  # of weights that are in FP8 here
         if options.lora.enabled:
             self._add_adapters()
         if options.fp8_lm_head:
@@ -134,12 +132,10 @@ class TECausalLM(nn.Module):
             if any(name.startswith(f"{prefix}mlp.") for name in targets.values()):
                 factory_kwargs = {"params_dtype": options.dtype, "device": "meta"}
                 layer.layernorm_mlp = LayerNormMLP(te, hidden, ffn, eps=config.rms_norm_eps, **factory_kwargs)
-            for place, (result, (path, sizes, arrange)) in enumerate(modules.items()):
+            for result, (path, sizes, arrange) in modules.items():
                 if targets.keys() & sizes.keys():
-                    number, in_place = len(modules) * i + place, result not in KEPT.get(level, ())
-                    settings = {"number": number, "in_place": in_place, "arrange": arrange}
-                    module = layer.get_submodule(path)
-                    adapt_te(module, sizes, targets, options.lora, self.dropout_seed, **settings)
+                    module, in_place = layer.get_submodule(path), result not in KEPT.get(level, ())
+                    adapt_te(module, sizes, targets, options.lora, in_place=in_place, arrange=arrange)
         freeze_base(self)
 
     @property
@@ -220,7 +216,7 @@ class TECausalLM(nn.Module):
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()  # with a frozen embedding; the first layer then runs as the others
         if self.training and self.options.lora.lora_dropout:
-            self.dropout_seed.draw()
+            draw_dropout(self)
         rope: Any = self.rope
         if self.fuses_qkv_rope and position_ids is not None:
             rope = Rope(self.rope_table, position_ids.contiguous())

@@ -321,12 +321,11 @@ def count_parameters(spec: ModelSpec) -> int:
     return sum(p.numel() for p in on_meta(spec).parameters())
 
 
-def linear_sizes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return (input, output) features of the Hugging Face model's linear layers without its LM head."""
+def linear_sizes(spec: ModelSpec) -> dict[str, int]:
+    """Return input plus output features of the Hugging Face model's linear layers without its LM head."""
     model = on_meta(spec)
     head, modules = model.get_output_embeddings(), model.named_modules()
-    linears = {name: m for name, m in modules if isinstance(m, nn.Linear) and m is not head}
-    return {name: (linear.in_features, linear.out_features) for name, linear in linears.items()}
+    return {name: sum(m.weight.shape) for name, m in modules if isinstance(m, nn.Linear) and m is not head}
 
 
 def weight_source(spec: ModelSpec, *, seed: int, device: torch.device) -> WeightSource:

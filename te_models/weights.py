@@ -341,27 +341,11 @@ def load_te(
     fill_named(rest, source, split)
 
 
-@torch.no_grad()
-def fill_whole(parameter: Tensor, values: Tensor) -> None:
-    """Copy the values of a whole tensor to a parameter; for a DTensor, those of this rank's shard."""
-    if isinstance(parameter, DTensor):
-        start, parameter = _first_row(parameter), parameter.to_local()
-        values = values[start : start + len(parameter)]
-    parameter.copy_(values)
-
-
 Gather = Callable[[list[Tensor]], list[Tensor]]  # gathers full tensors from shards, as `Strategy.gather`
 
 
 def te_to_hf(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tensor]]:
-    """Yield a TECausalLM's weights under Hugging Face names, layer by layer; without `lm_head` if tied.
-
-    Frozen FP8 weights are read again, as they were before they were quantized.
-    """
-    if source := model.frozen_source:
-        tied = {LM_HEAD} if model.tied else set()
-        yield from ((name, source.get(name)) for name in source.shapes() if name not in tied)
-        return
+    """Yield a TECausalLM's weights under Hugging Face names, layer by layer; without `lm_head` if tied."""
     yield EMBEDDING, *gather([model.embed_tokens.weight])
     for i, layer in enumerate(model.layers):
         names, parameters = zip(*base_parameters(layer).items(), strict=True)

@@ -147,7 +147,7 @@ def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> 
         "steps": progress.step,
         "skipped_steps": progress.skipped_steps,
         "overflow_steps": progress.overflow_steps,
-        **_adapters(prepared),
+        "trainable_parameters": prepared.sizing.chosen.model.adapters or None,
         "tokens": progress.real_tokens,
         "label_tokens": progress.label_tokens,
         "train_loss": losses[-1] if losses else None,
@@ -170,15 +170,6 @@ def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> 
         "node_hours": progress.node_seconds / 3600,
         "seconds_to_first_step": observers.environment.get("seconds_to_first_step"),
     }
-
-
-def _adapters(prepared: PreparedRun) -> dict[str, Any]:
-    """Describe the adapters of a LoRA run for summary.json."""
-    lora, model = prepared.cfg.lora, prepared.sizing.chosen.model
-    if not lora.enabled:
-        return {}
-    settings = {"lora_rank": lora.lora_rank, "lora_alpha": lora.alpha, "lora_targets": lora.lora_targets}
-    return settings | {"trainable_parameters": model.adapters, "frozen_parameters": model.parameters}
 
 
 def generate_samples(prepared: PreparedRun, prompts: list[Any]) -> None:

@@ -75,16 +75,16 @@ class SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        return swiglu_gradient(grad, *ctx.saved_tensors), None, None
+        return dswiglu(grad, *ctx.saved_tensors), None, None
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """Return silu(gate) * up [..., F] in float32 for x [..., 2F] = gate, up."""
+def swiglu(x: Tensor, quantizer: None = None) -> Tensor:
+    """Return silu(gate) * up [..., F] in float32 for x [..., 2F] = gate, up. Signature of TE's kernel."""
     gate, up = x.float().chunk(2, dim=-1)
     return gate * torch.sigmoid(gate) * up
 
 
-def swiglu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+def dswiglu(grad: Tensor, x: Tensor, quantizer: None = None) -> Tensor:
     """Return the gradient of x [..., 2F] from that of `swiglu(x)`, in the dtype of x."""
     gate, up = x.float().chunk(2, dim=-1)
     grad, sigmoid = grad.float(), torch.sigmoid(gate)

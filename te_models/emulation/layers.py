@@ -49,18 +49,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tenso
 
 
 class Linear(Fp8Module):
-    """Linear layer with weight [E, D]; `factory_kwargs` are `params_dtype` and `device`."""
+    """Linear layer with weight [E, D], without bias; `factory_kwargs` are `params_dtype` and `device`."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = False,  # for TE's signature; not emulated
-        **factory_kwargs: Any,
-    ):
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, **factory_kwargs: Any):
         super().__init__()
-        assert not bias
         self.weight = parameter(out_features, in_features, **factory_kwargs)
 
     def forward(self, x: Tensor) -> Tensor:

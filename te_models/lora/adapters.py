@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fp8_suite.te_models.emulation.gemm import swiglu, swiglu_gradient
+from fp8_suite.te_models.emulation import gemm
 from fp8_suite.te_models.lora.settings import LoraConfig
 from torch import Tensor, nn
 
@@ -48,8 +48,8 @@ def hf_adapters(model: nn.Module) -> dict[str, nn.Module]:
     return {module.hf_name: module for module in model.modules() if hasattr(module, "hf_name")}
 
 
-def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (parameter, whole initial value on the CPU) of all adapters, as peft does after this seed.
+def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+    """Yield each module of `hf_adapters` with whole initial values on the CPU, as peft draws after this seed.
 
     peft draws the default values of two nn.Linear before it initializes A again, and sets B to zero.
     """
@@ -58,18 +58,7 @@ def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[Tensor, Tensor
         a, b = (torch.empty(getattr(module, name).shape) for name in NAMES)
         for drawn in (a, b, a):
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
-        yield module.lora_a, a
-        yield module.lora_b, b.zero_()
-
-
-class DropoutSeed:
-    """Seed of all dropout masks in a forward pass, so that recomputed layers draw the same again."""
-
-    value = 0
-
-    def draw(self) -> None:
-        """Draw another seed from torch's CPU generator, whose state checkpoints save."""
-        self.value = int(torch.randint(2**48, ()))
+        yield module, {A: a, B: b.zero_()}
 
 
 @functools.cache
@@ -146,8 +135,7 @@ class _TEModule:
     """
 
     lora: LoraConfig
-    seed: DropoutSeed
-    number: int  # of this module in the model, for its dropout
+    seed: int  # of the dropout mask, which recomputation draws again: `draw_dropout`
     in_place: bool  # the result of its GEMM is not kept for recomputation
     sizes: dict[str, int]
     arrange: Callable[[Tensor], Tensor]
@@ -162,7 +150,9 @@ class _TEModule:
         adapters = {name: getattr(self, name) for name in self.sizes if hasattr(self, name)}
         scaling, dropout = self.lora.scaling, self.lora.lora_dropout * self.training
         if dropout:
-            x, scaling = x * self._kept(x, dropout), scaling / (1 - dropout)
+            generator = torch.Generator(x.device).manual_seed(self.seed)
+            kept = torch.empty_like(x).bernoulli_(1 - dropout, generator=generator)
+            x, scaling = x * kept, scaling / (1 - dropout)
         if inner is None:
             inner = F.linear(x, torch.cat([module.lora_a for module in adapters.values()]))
         parts = [
@@ -174,9 +164,12 @@ class _TEModule:
         out = _AddProduct.apply(*rows, b, scaling, self.in_place).view_as(out)
         return (out, *rest) if rest else out
 
-    def _kept(self, x: Tensor, dropout: float) -> Tensor:
-        generator = torch.Generator(x.device).manual_seed(self.seed.value + self.number)
-        return torch.empty_like(x).bernoulli_(1 - dropout, generator=generator)
+
+def draw_dropout(model: nn.Module) -> None:
+    """Draw dropout for a forward pass from torch's CPU generator, whose state checkpoints save."""
+    for module in model.modules():
+        if isinstance(module, _TEModule):
+            module.seed = int(torch.randint(2**48, ()))
 
 
 class LayerNormMLP(nn.Module):
@@ -189,13 +182,13 @@ class LayerNormMLP(nn.Module):
         )
         self.fc2 = te.Linear(ffn_hidden_size, hidden_size, bias=False, **factory_kwargs)
         self.is_native = te.__name__.startswith("transformer_engine")
+        self.kernels = importlib.import_module("transformer_engine_torch") if self.is_native else gemm
 
     def forward(self, x: Tensor, **arguments: Any) -> Any:
         hidden, a = self.fc1(x, **arguments), None  # [..., 2F]
-        dropout = self.training and self.fc2.lora.lora_dropout if hasattr(self.fc2, "lora") else True
-        if not dropout:
+        if isinstance(self.fc2, _TEModule) and not (self.training and self.fc2.lora.lora_dropout):
             a = self.fc2.down_proj.lora_a.to(hidden.dtype)
-        act, inner = _SwiGLU.apply(hidden, a, self.is_native)
+        act, inner = _SwiGLU.apply(hidden, a, self.kernels)
         out = self.fc2(act, **arguments) if inner is None else self.fc2(act, inner=inner, **arguments)
         return (out, None) if self.is_native else out  # TE expects a bias
 
@@ -207,10 +200,10 @@ class _SwiGLU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor | None, is_native: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, x: Tensor, a: Tensor | None, kernels: Any) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(x, a)
-        ctx.is_native = is_native
-        act = _swiglu(x, is_native)
+        ctx.kernels = kernels
+        act = kernels.swiglu(x, None).to(x.dtype)
         return act, None if a is None else F.linear(act, a)
 
     @staticmethod
@@ -218,19 +211,9 @@ class _SwiGLU(torch.autograd.Function):
         (x, a), grad_a = ctx.saved_tensors, None
         if a is not None:
             inner = grad_inner.flatten(0, -2)  # [T, R]
-            grad_a = inner.t() @ _swiglu(x, ctx.is_native).flatten(0, -2)
+            grad_a = inner.t() @ ctx.kernels.swiglu(x, None).to(x.dtype).flatten(0, -2)
             grad = torch.addmm(grad.flatten(0, -2), inner, a).view_as(grad)
-        if ctx.is_native:
-            return _tex().dswiglu(grad.contiguous(), x, None), grad_a, None
-        return swiglu_gradient(grad, x), grad_a, None
-
-
-def _swiglu(x: Tensor, is_native: bool) -> Tensor:
-    return _tex().swiglu(x, None) if is_native else swiglu(x).to(x.dtype)
-
-
-def _tex() -> Any:
-    return importlib.import_module("transformer_engine_torch")
+        return ctx.kernels.dswiglu(grad.contiguous(), x, None), grad_a, None
 
 
 # Names of the parameters of `LayerNormMLP` -> those of te.LayerNormMLP, in a layer.
@@ -252,9 +235,7 @@ def adapt_te(
     sizes: dict[str, int],
     targets: dict[str, str],
     lora: LoraConfig,
-    seed: DropoutSeed,
     *,
-    number: int,
     in_place: bool,
     arrange: Callable[[Tensor], Tensor],
 ) -> None:
@@ -268,6 +249,5 @@ def adapt_te(
         adapter.hf_name = targets[name]
         module.add_module(name, adapter)
     module.__class__ = _with_mixin(_TEModule, type(module))
-    module.lora, module.seed, module.number = lora, seed, number
-    module.sizes, module.in_place, module.arrange = sizes, in_place, arrange
+    module.lora, module.sizes, module.in_place, module.arrange = lora, sizes, in_place, arrange
     module.return_layernorm_output = hasattr(module, "layer_norm_weight")

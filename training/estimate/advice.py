@@ -50,12 +50,11 @@ WAYS_OUT: tuple[Changes, ...] = (
     OFFLOADED_STATE | OFFLOADED_ACTIVATIONS,
 )
 # Adapters have little optimizer state and few gradients.
-FROZEN_IN_FP8: Changes = {"fp8_weights": True}
 ADAPTER_WAYS_OUT: tuple[Changes, ...] = (
     {},
-    FROZEN_IN_FP8,
+    {"fp8_weights": True},
     OFFLOADED_ACTIVATIONS,
-    FROZEN_IN_FP8 | OFFLOADED_ACTIVATIONS,
+    {"fp8_weights": True} | OFFLOADED_ACTIVATIONS,
 )
 # The same for host memory.
 HOST_WAYS_OUT: tuple[Changes, ...] = (
@@ -143,8 +142,7 @@ def ways_out(sizing: Sizing) -> list[Changes]:
     basis = unchanged_numerics(sizing)
     rows = ADAPTER_WAYS_OUT if sizing.requested.cfg.lora.enabled else WAYS_OUT
     if sizing.requested.cfg.sharding.sharding_mode in SHARDING_LESS and sizing.requested.gpus > 1:
-        unsharded = (row for row in rows if row in ({}, FROZEN_IN_FP8))
-        rows = (*unsharded, *(FULLY_SHARDED | row for row in rows))
+        rows = ({}, *(FULLY_SHARDED | row for row in rows))
     return [basis | row for row in rows]
 
 

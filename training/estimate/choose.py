@@ -124,9 +124,8 @@ def _size_of(model: ModelSpec, lora: LoraConfig) -> ModelSize:
     )
     if model.is_known_family or not lora.enabled:
         return size
-    linears = linear_sizes(model)
-    features = sum(sum(linears[name]) for name in lora.targets(list(linears)))
-    return replace(size, adapters=lora.lora_rank * features)
+    sizes = linear_sizes(model)
+    return replace(size, adapters=lora.lora_rank * sum(map(sizes.get, lora.targets(list(sizes)))))
 
 
 def _why_unpredicted(cfg: Config, model: ModelSpec, mode: str) -> str | None:

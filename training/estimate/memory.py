@@ -85,7 +85,7 @@ def gathered_weights(setup: TrainingSetup) -> float:
     if ddp and setup.nodes > 1 and in_fp32 and not setup.exchanges_sums:
         return 4.0 * model.trained  # buffers of the FP32 all-reduce, until the next backward
     if not setup.fsdp:
-        return fp8_exchange(setup) * model.head_gradients if ddp else 0.0
+        return fp8_exchange(setup) * model.gradients(model.head_weights) if ddp else 0.0
     return 2.0 * (model.parameters if spec.gathers_once else model.root_weights + model.block_weights)
 
 
@@ -113,7 +113,7 @@ def loss_peak(setup: TrainingSetup) -> float:
     """
     if setup.cfg.precision.fp8_lm_head:
         return _loss_peak_fp8(setup)
-    s, head = setup.model.shape, setup.model.head_gradients
+    s, head = setup.model.shape, setup.model.gradients(setup.model.head_weights)
     rows = min(setup.tokens, CHUNK_BYTES // (2 * s.vocab_size))
     chunk = 2.0 * rows * s.vocab_size
     hidden = 3 * 2.0 * setup.tokens * s.hidden_size  # output of the last layer, its norm, and their gradient
@@ -206,13 +206,13 @@ def start_of_backward(setup: TrainingSetup) -> dict[str, float]:
     # BF16 gradients of gate, up and product, and two of the hidden size.
     activations = parts["activations"] + 2.0 * setup.tokens * (3 * s.ffn_hidden_size + 2 * s.hidden_size)
     # The next block's gathered weights, and send and receive buffers of this block's gradients, all in BF16.
-    buffers = max(4.0, 2.0 + fp8_exchange(setup)) * model.block_gradients
+    buffers = max(4.0, 2.0 + fp8_exchange(setup)) * model.gradients(model.block_weights)
     communication = 2.0 * model.block_weights + buffers if setup.fsdp else 0.0
     return parts | {
-        "gradients": parts["gradients"] + 2.0 * model.block_gradients,
+        "gradients": parts["gradients"] + 2.0 * model.gradients(model.block_weights),
         "FP8 weight copies": copies,
         "activations": activations + layer_activations(setup) - kept_activations(setup, last),
-        "logits and head gradient": 2.0 * model.head_gradients,
+        "logits and head gradient": 2.0 * model.gradients(model.head_weights),
         "gathered, communication": parts["gathered, communication"] + communication,
     }
 
@@ -224,8 +224,10 @@ def end_of_backward(setup: TrainingSetup) -> dict[str, float]:
     gradients are sharded, and no further block is gathered.
     """
     model, parts, fsdp = setup.model, start_of_backward(setup), setup.fsdp
-    sharded = (model.trained - model.root_gradients - model.block_gradients) / setup.shards
-    gradients = 2.0 * (sharded + model.block_gradients)
+    sharded = (
+        model.trained - model.gradients(model.root_weights) - model.gradients(model.block_weights)
+    ) / setup.shards
+    gradients = 2.0 * (sharded + model.gradients(model.block_weights))
     one_layer = fp8_copies(setup) / model.shape.num_layers
     copies = parts["FP8 weight copies"]
     stored = stored_activations(setup) - kept_activations(setup, setup.recompute[-1])
@@ -244,10 +246,10 @@ def after_backward(setup: TrainingSetup) -> dict[str, float]:
     if setup.fsdp:
         # The root's gradients are reduced last: its gathered weights, gradients, send and receive buffers are
         # BF16. The blocks' weights and gradients are sharded again by then.
-        gradients *= model.root_gradients / model.trained
-        gradients += 2.0 * (model.trained - model.root_gradients) / setup.shards
+        gradients *= model.gradients(model.root_weights) / model.trained
+        gradients += 2.0 * (model.trained - model.gradients(model.root_weights)) / setup.shards
         communication = 2.0 * model.root_weights
-        communication += max(6.0, 2.0 + fp8_exchange(setup)) * model.root_gradients
+        communication += max(6.0, 2.0 + fp8_exchange(setup)) * model.gradients(model.root_weights)
         if spec.in_groups and setup.cfg.sharding.grad_reduce_dtype == "fp32":
             # Inputs of the FP32 all-reduce between replicas live until backward ends.
             communication += 4.0 * model.trained / setup.shards

@@ -56,20 +56,9 @@ class ModelSize:
         """Number of weights in one decoder layer."""
         return (self.parameters - self.root_weights) / self.shape.num_layers
 
-    @property
-    def head_gradients(self) -> int:
-        """Number of gradients of the LM head."""
-        return 0 if self.adapters else self.head_weights
-
-    @property
-    def root_gradients(self) -> int:
-        """Number of gradients of embedding, LM head and final norm."""
-        return 0 if self.adapters else self.root_weights
-
-    @property
-    def block_gradients(self) -> float:
-        """Number of gradients of one decoder layer."""
-        return (self.trained - self.root_gradients) / self.shape.num_layers
+    def gradients(self, weights: float) -> float:
+        """Return how many gradients a group of weights has. Those of a layer's adapters are negligible."""
+        return 0 if self.adapters else weights
 
 
 def with_adapters(model: ModelSize, lora: LoraConfig) -> ModelSize:

@@ -38,7 +38,6 @@ LINK_SHARE, EXPOSED = 0.75, 0.70
 # (85 ms, 16 layers, 3,072 tokens). TE layers of a 7B took 4.5 to 4.7 ms on two H100 hosts, recomputed ones
 # 7.5 to 8.2 ms.
 LAUNCH_SECONDS, RECOMPUTED_LAUNCH_SECONDS = 5e-3, 8e-3
-ADAPTER_LAUNCH_SECONDS = 2e-3  # in addition, for about 80 small kernels per layer; assumed
 # DeepSpeed ZeRO 1 and 2 copy gradients into and out of buckets and all-gather weights after the step, with
 # little overlap. Copied bytes per parameter by stage, from 1B and 3B on two and four GPUs.
 ZERO_COPIED = {1: 110, 2: 87}
@@ -77,7 +76,7 @@ def _attention_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
 def _head_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
     fp8 = setup.cfg.precision.fp8_lm_head
     tflops = gpu.fp8_tflops * FP8_HEAD_SHARE if fp8 else gpu.bf16_tflops * HEAD_SHARE
-    flops = 4.0 * setup.model.head_weights + 2.0 * setup.model.head_gradients
+    flops = 4.0 * setup.model.head_weights + 2.0 * setup.model.gradients(setup.model.head_weights)
     return flops * setup.tokens / (1e12 * tflops)
 
 
@@ -120,10 +119,10 @@ def _adapter_bytes(setup: TrainingSetup) -> float:
     Forward reads an input once and adds to an output. Backward reads the gradient of an output twice, the
     input once, and adds to the gradient of the input: it writes its part, reads both, and writes the sum.
     """
-    forward = sum(share * (2 * inputs + 4 * outputs) for share, inputs, outputs in setup.adapted_gemms)
-    backward = sum(share * (10 * inputs + 4 * outputs) for share, inputs, outputs in setup.adapted_gemms)
-    per_token = forward * (2 - setup.share_of("none")) + backward
-    return setup.model.shape.num_layers * setup.tokens * per_token
+    passes, moved = 2 - setup.share_of("none"), 0.0
+    for share, inputs, outputs in setup.adapted_gemms:
+        moved += share * (passes * (2 * inputs + 4 * outputs) + 10 * inputs + 4 * outputs)
+    return setup.model.shape.num_layers * setup.tokens * moved
 
 
 def adam_bytes(setup: TrainingSetup) -> float:
@@ -208,8 +207,7 @@ def _launch_seconds(setup: TrainingSetup) -> float:
     once = ZERO3_LAUNCH_SECONDS if setup.mode_spec.stage == 3 else LAUNCH_SECONDS
     te_layers = setup.cfg.model.use_te and setup.mode_spec.stage != 3
     again = RECOMPUTED_LAUNCH_SECONDS if te_layers else 4 / 3 * once  # forward is a third
-    adapters = ADAPTER_LAUNCH_SECONDS * bool(setup.model.adapters)
-    return adapters + once * setup.share_of("none") + again * (1 - setup.share_of("none"))
+    return once * setup.share_of("none") + again * (1 - setup.share_of("none"))
 
 
 def step_seconds(setup: TrainingSetup, gpu: Gpu, *, network: float = NETWORK_BANDWIDTH) -> dict[str, float]:
