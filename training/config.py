@@ -179,13 +179,8 @@ def _refused_fp8_weights(s: Any) -> Iterator[tuple[str, str]]:
         recipes = " or ".join(name for name, spec in RECIPES.items() if getattr(spec, kind))
         reason = f"needs TE layers in FP8: --use_te --mixed_precision fp8 --fp8_scenario {recipes}"
         yield "fp8_weights use_te mixed_precision fp8_scenario", reason
-    if s.lora_rank and s.sharding_mode not in ("auto", "ddp"):
-        yield (
-            "fp8_weights sharding_mode",
-            "FP8 weights are not sharded; use ddp, or drop --fp8_weights",
-        )
-    if not s.lora_rank and s.sharding_mode != "auto":
-        yield "fp8_weights sharding_mode", "only on one GPU, without sharding; drop --fp8_weights"
+    if s.sharding_mode not in ("auto", *["ddp"] * bool(s.lora_rank)):
+        yield "fp8_weights sharding_mode", "FP8 weights are not sharded; drop one of the two"
     if not (s.offload_optimizer or s.lora_rank):
         yield "fp8_weights", "requires --offload_optimizer; add that, or drop this"
     if s.master_weights != "fp32" and not s.lora_rank:

@@ -99,7 +99,7 @@ def _run_columns(runs: list[RunRecord], price: float | None) -> Columns:
         **metric_columns("perf/goodput"),
         "GPU-hours": (lambda run: run.value("gpu_hours") or None, "{:.2f}"),
         "cost": (cost, "{:,.2f}"),
-        "LoRA": (_lora, "{}"),
+        "LoRA rank": (lambda run: run.setting("lora_rank") or None, "{}"),
         "trainable parameters": ("trainable_parameters", "{:,}"),
         "steps": ("steps", "{:,}"),
         "GPUs": (lambda run: run.gpus or None, "{}"),
@@ -132,11 +132,6 @@ def _precision(run: RunRecord) -> str:
     if run.value("fallback_reason"):
         text += f" (instead of {run.value('requested_recipe')})"
     return f"{text}{' (emulated)' if run.emulated else ''}, {run.layers} layers"
-
-
-def _lora(run: RunRecord) -> str | None:
-    rank = run.setting("lora_rank")
-    return f"rank {rank}, {run.setting('lora_targets')}" if rank else None
 
 
 def _scaling(run: RunRecord, runs: list[RunRecord]) -> float | None:

@@ -78,7 +78,7 @@ def test_scaling_is_relative_to_the_one_gpu_run_of_the_same_work(tmp_path):
     ]
     assert scaling_of(four, one, *strangers) == "75.0%"  # 7,500 of 10,000
     headings, _, texts = report_tables(strangers)["runs"]
-    assert [row[headings.index("LoRA")] for row in texts] == ["-", "-", "rank 16, all", "-"]
+    assert [row[headings.index("LoRA rank")] for row in texts] == ["-", "-", "16", "-"]
     assert scaling_of(one, four) == "-" and scaling_of(four, *strangers) is None
     assert scaling_of(four, one, rated(tmp_path / "again", 1, 10_100.0)) is None, "two candidates"
 

@@ -161,19 +161,17 @@ def forget_evaluations(checkpoints: Checkpoints) -> None:
 # Settings
 
 
-def frozen_base(cfg: Config, model: ModelSpec) -> dict[str, str] | None:
+def frozen_base(cfg: Config, model: ModelSpec) -> str | None:
     """Return the identity of frozen weights, which checkpoints do not hold; None if all weights train."""
     if not cfg.lora.enabled:
         return None
-    weights = digests(model).get("weights") or f"random, seed {cfg.optim.seed}"
-    return {"model_name": model.name, "weights": weights}
+    return digests(model).get("weights") or f"random, seed {cfg.optim.seed}"
 
 
-def check_base(point: ResumePoint, base: dict[str, str] | None) -> None:
+def check_base(point: ResumePoint, base: str | None) -> None:
     """UserError if adapters of the checkpoint were trained on other frozen weights."""
-    if (saved := point.meta.get("base")) != base and saved and base:
-        reason = f"its adapters were trained on other weights of {saved['model_name']}; restore those"
-        raise bad_setting(reason, resume=point.path, model_name=base["model_name"])
+    if base and point.meta.get("base") not in (None, base):
+        raise bad_setting("its adapters were trained on other weights; restore those", resume=point.path)
 
 
 def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) -> str:

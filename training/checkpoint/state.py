@@ -39,7 +39,7 @@ class RunState:
     progress: Progress
     total_steps: int
     evaluation: Any  # fingerprint of the evaluation samples (JSON), or None
-    base: dict[str, str] | None = None  # identity of frozen weights, which checkpoints do not hold
+    base: str | None = None  # identity of frozen weights, which checkpoints do not hold
 
 
 def saved_state(run: RunState, scaling: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -52,11 +52,6 @@ class OptimizerSpec:
     adapters: bool = False  # only LoRA's adapters train; the weights are frozen
 
     @property
-    def state_bytes(self) -> float:
-        """Bytes per parameter of weight, gradient, master and moments, if no weight is in FP8."""
-        return 2 * self.parameter_dtype.itemsize + self.master_bytes + self.moment_bytes
-
-    @property
     def master_bytes(self) -> int:
         """Bytes per parameter of the master, in addition to the weight."""
         return KINDS[self.kind].master_bytes * self.master_weights

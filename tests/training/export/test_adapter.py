@@ -9,7 +9,6 @@ from fp8_suite.core.errors import EXIT_BAD_SETTING
 from fp8_suite.te_models.build import build_model, export_tensors
 from fp8_suite.te_models.lora.adapters import hf_adapters
 from fp8_suite.te_models.lora.merge import gather_adapters, merged, peft_config, peft_tensors
-from fp8_suite.te_models.lora.settings import LoraConfig
 from fp8_suite.te_models.spec import find_model, from_config, weight_source
 from fp8_suite.training.config import Config
 from fp8_suite.training.export.write import export_adapter
@@ -80,8 +79,6 @@ def test_a_run_ends_with_an_adapter_and_a_merged_export(layers, tmp_path, capsys
     assert all(tensor.dtype == torch.bfloat16 for tensor in exported.values())
     assert_within_rounding(exported, expected)
     summary = record(folder, "summary.json")
-    adapted = LoraConfig(lora_rank=4)
-    assert summary["lora_rank"] == adapted.lora_rank and summary["lora_alpha"] == adapted.alpha
     trained = sum(t.numel() for t in load_file(folder / "adapter" / "adapter_model.safetensors").values())
     assert summary["trainable_parameters"] == trained and "parameters train" in capsys.readouterr().out
 
