@@ -1,6 +1,6 @@
 """Batches of transformers as inputs of `TECausalLM.hidden_states`.
 
-B rows, S tokens per row, N sequences.
+B rows, S tokens per row.
 """
 
 from __future__ import annotations
@@ -8,77 +8,49 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+import torch.nn.functional as F
 from torch import Tensor
 
-# Arguments of transformers' models that do not change what TE layers compute. There is no cache of keys and
-# values; boundaries of packed sequences are read from `position_ids` or `cu_seq_lens_q`.
-WITHOUT_EFFECT = {"use_cache", "return_dict", "cache_position", "seq_idx"}
-WITHOUT_EFFECT |= {"cu_seq_lens_k", "max_length_q", "max_length_k"}
-
-
-def require_known(arguments: dict[str, Any]) -> None:
-    """Raise TypeError for an argument that TE layers do not support, unless it is None or False."""
-    for name, value in arguments.items():
-        if name not in WITHOUT_EFFECT and value is not None and value is not False:
-            raise TypeError(f"{name}: not supported by models of TE layers")
+# Further arguments that loops pass. There is no cache of keys and values.
+WITHOUT_EFFECT = {"use_cache", "return_dict"}
+# TRL passes these with `position_ids`, from which the boundaries of packed sequences are read.
+BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
 def decoder_inputs(
     input_ids: Tensor,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
-    cu_seq_lens: Tensor | None,
     *,
     multiple: int,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Return the inputs of `TECausalLM.hidden_states`, rows padded to a multiple of `multiple` tokens.
 
-    `input_ids` [B, S]; the others as in transformers: a mask [B, S] of padding on either side, positions
-    [B, S] that restart with each packed sequence, or boundaries [N+1] of sequences in a single row.
+    `attention_mask` [B, S] masks padding on either side; `position_ids` [B, S] restart with each packed
+    sequence. TypeError for other arguments that are neither None nor False.
     """
-    rows, width = input_ids.shape
-    starts = _sequence_starts(input_ids, attention_mask, position_ids, cu_seq_lens)
-    padding = -width % multiple
-    if padding:
-        input_ids = torch.cat([input_ids, input_ids[:, -1:].expand(-1, padding)], 1)
-    width += padding
-    index = torch.arange(width, device=input_ids.device).expand(rows, -1)
-    if starts is None:
-        cu_seqlens = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=input_ids.device)
-        inputs = {"position_ids": index}
-    else:
-        starts = torch.cat([starts, index[:, width - padding :] == width - padding], 1)
-        firsts = starts.flatten().nonzero().flatten()
-        cu_seqlens = torch.cat([firsts, firsts.new_tensor([rows * width])]).int()
-        inputs = {"position_ids": index - torch.where(starts, index, 0).cummax(1).values}
-    return inputs | {"input_ids": input_ids, "cu_seqlens": cu_seqlens, "max_seqlen": width}
-
-
-def _sequence_starts(
-    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seq_lens: Tensor | None
-) -> Tensor | None:
-    """Return True [B, S] at the first token of each sequence, or None if every row is one sequence.
-
-    Padding before a sequence is a sequence of its own. Padding behind it needs no mask: attention is causal.
-    """
-    starts = torch.zeros_like(input_ids, dtype=torch.bool)
-    if attention_mask is not None:
-        if attention_mask.shape != input_ids.shape:
-            raise _bad_mask(f"its shape is {list(attention_mask.shape)}, not that of input_ids")
-        mask = attention_mask.bool()
-        starts[:, 1:] = mask[:, 1:] & ~mask[:, :-1]
-        if (starts[:, 1:] & mask[:, :-1].cumsum(1).bool()).any():
-            raise _bad_mask("it hides tokens inside a sequence; mask padding only")
-    if position_ids is not None:
-        starts[:, 1:] |= position_ids.expand_as(input_ids).diff() != 1
-    elif cu_seq_lens is not None:
-        starts[0, cu_seq_lens[:-1].long()] = True
-    if (attention_mask is None and position_ids is None and cu_seq_lens is None) or not starts[:, 1:].any():
-        return None
+    known = WITHOUT_EFFECT if position_ids is None else WITHOUT_EFFECT | BOUNDARIES
+    for name, value in arguments.items():
+        if name not in known and value is not None and value is not False:
+            raise TypeError(f"{name}: not supported by models of TE layers")
+    starts = torch.zeros_like(input_ids, dtype=torch.bool)  # first token of each sequence
     starts[:, 0] = True
-    return starts
-
-
-def _bad_mask(reason: str) -> UserError:
-    return UserError(f"attention_mask: {reason}", flags=["attention_mask"], exit_code=EXIT_BAD_SETTING)
+    if attention_mask is not None:
+        # Only padding before a sequence is separated from it: attention is causal.
+        starts[:, 1:] |= attention_mask.int().diff() > 0
+    if position_ids is not None:
+        starts[:, 1:] |= position_ids.diff() != 1
+    padding = -input_ids.shape[1] % multiple
+    input_ids = torch.cat([input_ids, input_ids[:, -1:].expand(-1, padding)], 1)
+    rows, width = input_ids.shape
+    starts = F.pad(starts, (0, padding))
+    index = torch.arange(rows * width, device=input_ids.device).view(rows, width)
+    one_per_row = attention_mask is None and position_ids is None
+    firsts = index[:, 0] if one_per_row else index[starts]  # a mask as index waits for the GPU
+    return {
+        "input_ids": input_ids,
+        "position_ids": index - torch.where(starts, index, 0).cummax(1).values,
+        "cu_seqlens": F.pad(firsts, (0, 1), value=rows * width).int(),
+        "max_seqlen": width,
+    }
