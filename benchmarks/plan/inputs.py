@@ -93,7 +93,6 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
             raise bad_setting(f"{reason}; drop --use_te", use_te=True, model_name=name)
     precision_map.assign(cfg, precision_map.te_names(shape.num_layers), shape.num_layers)
     if cfg.precision.mixed_precision == "fp8":
-        checks.check_flags_apply(cfg, {cfg.requested_recipe})
         if cfg.model.use_te:
             checks.check_gemm_sizes(
                 cfg.requested_recipe, shape.gemm_sizes, fp8_scenario=cfg.requested_recipe, model_name=name

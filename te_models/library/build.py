@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
-from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.errors import UserError
 from fp8_suite.core.recipes import TE_RECIPES
-from fp8_suite.core.settings import nearest
 from fp8_suite.te_models.build import build_te
 from fp8_suite.te_models.families import head_dim
 from fp8_suite.te_models.kernels import flash_attention
 from fp8_suite.te_models.library.modeling import TEForCausalLM
 from fp8_suite.te_models.options import BuildOptions
-from fp8_suite.te_models.precision.recipes import cannot_run, check_gemm_sizes, make_recipe
-from fp8_suite.te_models.precision.te_runtime import choose_backend
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import ModelSpec, find_model, refuse_te
-from fp8_suite.training.precision.settings import PrecisionConfig
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.precision.checks import check_sizes
+from fp8_suite.training.precision.recipes import resolve_precision
 from torch import nn
 
 ATTENTION = ExitStack()  # TE's choice of attention, until the next model is built
@@ -54,39 +54,28 @@ def _build(
     spec: ModelSpec, recipe: str, dtype: torch.dtype, backend: str, *, load_weights: bool
 ) -> TEForCausalLM:
     """Build the model on this process's GPU, or emulated on the CPU, in evaluation mode."""
-    te_backend = choose_backend(backend)
-    te_recipe = _make_recipe(spec, recipe, te_backend)
+    fp8 = {"mixed_precision": "fp8", "fp8_scenario": recipe, "fp8_fallback": "error"}
+    settings = {"use_te": True, "te_backend": backend, **({} if recipe in ("bf16", "fp32") else fp8)}
+    precision = resolve_precision(config_from_dict(settings))
+    if recipe == "fp32":  # which runs do not have with TE layers
+        precision = replace(precision, requested="fp32", effective="fp32")
+    check_sizes(precision, spec.name, ModelShape.from_hf_config(spec.config).gemm_sizes)
     dtypes = (torch.float32,) if recipe == "fp32" else (torch.float32, torch.bfloat16)
     if dtype not in dtypes:
-        reason = f"weights are {' or '.join(map(str, dtypes))} with recipe {recipe}"
-        raise bad_setting(reason, dtype=str(dtype))
+        raise UserError(f"{dtype}: weights are {' or '.join(map(str, dtypes))} with recipe {recipe}")
     device = torch.device("cpu")
-    if te_backend == "native":
+    if precision.te_backend == "native":
         _choose_attention(spec.config)
         device = torch.device("cuda", torch.cuda.current_device())
     build_options = BuildOptions(
-        te_backend=te_backend,
+        te_backend=precision.te_backend,
         device=device,
         dtype=dtype,
         packed=True,
         max_positions=MAX_POSITIONS,
         load_weights=load_weights,
     )
-    return TEForCausalLM(build_te(spec, build_options), recipe, te_recipe).eval()
-
-
-def _make_recipe(spec: ModelSpec, name: str, backend: str) -> Any:
-    """Return TE's recipe, or None for BF16 and FP32. UserError if it cannot run here."""
-    names = (*TE_RECIPES, "bf16", "fp32")
-    if name not in names:
-        raise bad_setting(f"not one of {', '.join(names)}{nearest(name, names)}", recipe=name)
-    if name not in TE_RECIPES:
-        return None
-    if reason := cannot_run(name, backend):
-        raise bad_setting(reason, recipe=name)
-    sizes = ModelShape.from_hf_config(spec.config).gemm_sizes
-    check_gemm_sizes(name, sizes, recipe=name, model_name=spec.name)
-    return make_recipe(name, PrecisionConfig(), backend)
+    return TEForCausalLM(build_te(spec, build_options), precision).eval()
 
 
 def _choose_attention(config: Any) -> None:

@@ -5,22 +5,21 @@ The recipe is entered inside forward. B rows, S tokens per row, D hidden size, V
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fp8_suite.core.errors import UserError
-from fp8_suite.core.recipes import RECIPES
 from fp8_suite.data.collate import IGNORE
 from fp8_suite.te_models.decoder import TECausalLM
 from fp8_suite.te_models.library.inputs import decoder_inputs
 from fp8_suite.te_models.precision import scaling_state as scaling
 from fp8_suite.te_models.precision.coverage import Coverage, coverage
-from fp8_suite.te_models.precision.recipes import autocast
 from fp8_suite.te_models.spec import ModelSpec, from_config, parameter_shapes, refuse_te, tied_names
 from fp8_suite.te_models.weights import TensorSource, load_te, te_to_hf
+from fp8_suite.training.precision.recipes import Precision, build_autocast
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
@@ -31,17 +30,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 class TEModel(nn.Module):
     """Decoder without its LM head: hidden states of token ids. TRL calls it alone."""
 
-    def __init__(self, decoder: TECausalLM, recipe: str, te_recipe: Any):
+    def __init__(self, decoder: TECausalLM, precision: Precision):
         super().__init__()
-        self.decoder, self.recipe, self.te_recipe = decoder, recipe, te_recipe
+        self.decoder, self.precision = decoder, precision
+        weights = {"device": decoder.options.device, "parameter_dtype": decoder.options.dtype}
+        self.autocast = build_autocast(precision, **weights)
         self.gradient_checkpointing = False  # set by `gradient_checkpointing_enable`
-        self.calibrated = te_recipe is None or not RECIPES[recipe].stateful
-
-    def autocast(self) -> AbstractContextManager:
-        """Return the context of forward passes: the recipe, and BF16 for weights in FP32."""
-        weight = self.decoder.norm.weight
-        dtype = torch.bfloat16 if self.recipe != "fp32" and weight.dtype == torch.float32 else None
-        return autocast(self.te_recipe, self.decoder.options.te_backend, device=weight.device, dtype=dtype)
+        self.calibrated = not precision.needs_calibration
 
     def forward(
         self,
@@ -58,11 +53,10 @@ class TEModel(nn.Module):
         `targets` [B, S], labels of each token, and `num_items_in_batch` are for calibration.
         """
         decoder, width = self.decoder, input_ids.shape[1]
-        multiple = 1 if self.te_recipe is None else RECIPES[self.recipe].token_multiple
+        multiple = self.precision.token_multiple
         inputs = decoder_inputs(input_ids, attention_mask, position_ids, multiple=multiple, **arguments)
-        longest = inputs["max_seqlen"]
         refuse_te(decoder.config.model_type, decoder.config, width)  # longer than a sliding window
-        if longest > len(decoder.rope) or decoder.rope.dtype != torch.float32:
+        if (longest := inputs["max_seqlen"]) > len(decoder.rope) or decoder.rope.dtype != torch.float32:
             decoder.set_max_positions(2 ** (longest - 1).bit_length())
         decoder.recompute = ["layer" if self.gradient_checkpointing else "none"] * len(decoder.layers)
         if not self.calibrated:
@@ -80,7 +74,9 @@ class TEModel(nn.Module):
         """
         trained = [p for p in self.decoder.parameters() if p.requires_grad]
         if any(isinstance(p, DTensor) for p in self.decoder.layers.parameters()):
-            raise UserError(f"recipe {self.recipe}: calibration needs whole weights; with FSDP use another")
+            raise UserError(
+                f"recipe {self.precision.effective}: calibration needs whole weights; with FSDP use another"
+            )
         self.calibrated = True
         ids = inputs["input_ids"]
         targets = ids[:, 1:] if targets is None else targets
@@ -106,9 +102,9 @@ class TEForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ("TransformerLayer",)
     _tied_weights_keys = {"model.decoder.lm_head.weight": "model.decoder.embed_tokens.weight"}  # noqa: RUF012
 
-    def __init__(self, decoder: TECausalLM, recipe: str, te_recipe: Any):
+    def __init__(self, decoder: TECausalLM, precision: Precision):
         super().__init__(decoder.config)
-        self.model = TEModel(decoder, recipe, te_recipe)
+        self.model = TEModel(decoder, precision)
         self.register_state_dict_post_hook(_drop_extra_state)
         self.register_load_state_dict_post_hook(_ignore_extra_state)
         self.post_init()
@@ -147,7 +143,7 @@ class TEForCausalLM(PreTrainedModel, GenerationMixin):
 
     def coverage(self) -> Coverage:
         """Return which GEMMs ran in FP8 in the last forward pass, read off the modules."""
-        return coverage(self.model.decoder, "fp32" if self.model.recipe == "fp32" else "bf16")
+        return coverage(self.model.decoder, "fp32" if self.model.precision.effective == "fp32" else "bf16")
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.decoder.embed_tokens

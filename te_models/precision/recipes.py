@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from fp8_suite.core.errors import bad_setting
-from fp8_suite.core.recipes import RECIPES, TE_RECIPES
+from fp8_suite.core.recipes import RECIPES
 from fp8_suite.te_models.backend import Backend, te_module, te_recipes
 from fp8_suite.te_models.precision.te_runtime import why_not_te
 from fp8_suite.training.precision.settings import PrecisionConfig
@@ -24,14 +23,6 @@ def why_not(name: str, backend: Backend = "native") -> str | None:
     return None if available else f"{reason.strip().rstrip('.')} (this GPU: {describe_gpu()})"
 
 
-def cannot_run(name: str, backend: Backend) -> str | None:
-    """Return why a recipe cannot run on this machine and which recipes can, or None."""
-    if (reason := why_not(name, backend)) is None:
-        return None
-    able = ", ".join(recipe for recipe in TE_RECIPES if why_not(recipe, backend) is None)
-    return f"cannot run here: {reason}. This machine runs: {able or 'none; use bf16'}"
-
-
 def describe_gpu() -> str:
     """Return name and compute capability of this process's GPU."""
     return f"{torch.cuda.get_device_name()}, {'.'.join(map(str, torch.cuda.get_device_capability()))}"
@@ -46,18 +37,6 @@ def make_recipe(name: str, cfg: PrecisionConfig, backend: Backend = "native") ->
         for gemm in ("fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             setattr(recipe, gemm, te.MMParams(use_split_accumulator=False))
     return recipe
-
-
-def autocast(
-    recipe: Any, backend: Backend | None, *, device: torch.device, dtype: torch.dtype | None
-) -> AbstractContextManager:
-    """Return the context of forward passes, TE's and torch's; without `recipe` or `dtype` not theirs."""
-    contexts = ExitStack()
-    if dtype is not None:
-        contexts.enter_context(torch.autocast(device.type, dtype=dtype))
-    if recipe is not None:
-        contexts.enter_context(te_module(backend).autocast(enabled=True, recipe=recipe))
-    return contexts
 
 
 def recipe_name(recipe: Any) -> str:

@@ -11,8 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from fp8_suite.core.errors import UserError, first_line
-from fp8_suite.te_models.backend import Backend
+from fp8_suite.core.errors import first_line
 from fp8_suite.te_models.kernels.flash_attention import INSTALL as INSTALL_FLASH
 from fp8_suite.te_models.kernels.flash_attention_cache import cache_on_disk
 
@@ -30,19 +29,6 @@ def why_not_te() -> str | None:
         cure = "`python -m training.doctor` prints the command that fixes it"
         return f"Transformer Engine does not load ({first_line(error)}); {cure}"
     return None
-
-
-def choose_backend(requested: str) -> Backend:
-    """Return the backend of TE layers: auto is native on a GPU. UserError if it cannot run here."""
-    if requested == "emulated" or (requested == "auto" and not torch.cuda.is_available()):
-        return "emulated"
-    if reason := why_not_te():
-        raise UserError(
-            f"--use_te --te_backend {requested} cannot run here: {reason}; `python -m training.doctor` "
-            "checks the installation",
-            flags=("use_te", "te_backend"),
-        )
-    return "native"
 
 
 @functools.cache

@@ -23,17 +23,12 @@ def unused_fp8_flags(cfg: Config, precision: Precision) -> str | None:
     return f"{flags}: not used in {precision.effective}; FP8 needs --mixed_precision fp8"
 
 
-def check_flags_apply(cfg: Config, recipes: set[str]) -> None:
-    """UserError for a setting that none of these recipes uses."""
-    for name, reason in unread_settings(cfg.precision, recipes):
-        raise bad_setting(reason, **{name: getattr(cfg.precision, name)})
-
-
 def check_settings(cfg: Config, precision: Precision) -> None:
     """UserError for a setting that the recipes in use ignore or that this GPU does not have."""
     if not precision.fp8:
         return
-    check_flags_apply(cfg, precision.in_use)
+    for name, reason in unread_settings(cfg.precision, precision.in_use):
+        raise bad_setting(reason, **{name: getattr(cfg.precision, name)})
     scales_on_te = cfg.precision.fp8_fp32_scales and precision.te_backend == "native"
     if scales_on_te and torch.cuda.get_device_capability() >= (10, 0):
         reason = "on this GPU TE runs block scaling in MXFP8's GEMMs, whose scales are powers of two; drop it"

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.core.gpus import AMPERE
-from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES
-from fp8_suite.te_models.backend import Backend
-from fp8_suite.te_models.precision.recipes import autocast, cannot_run, describe_gpu, make_recipe, why_not
-from fp8_suite.te_models.precision.te_runtime import choose_backend
+from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES
+from fp8_suite.te_models.backend import Backend, te_module
+from fp8_suite.te_models.precision.recipes import describe_gpu, make_recipe, why_not
+from fp8_suite.te_models.precision.te_runtime import why_not_te
 from fp8_suite.training.config import Config
 
 NATIVE_ONLY_SETTINGS = ("fp8_weights", "fp8_fast_accumulation")
@@ -87,8 +86,7 @@ class Precision:
 
 def resolve_precision(cfg: Config) -> Precision:
     """Choose the effective precision. UserError if the requested one cannot run and may not fall back."""
-    name = cfg.precision.mixed_precision
-    backend = choose_backend(cfg.model.te_backend) if cfg.model.use_te else None
+    name, backend = cfg.precision.mixed_precision, resolve_backend(cfg)
     if name == "bf16" and torch.cuda.is_available() and torch.cuda.get_device_capability() < AMPERE:
         reason = f"needs compute capability 8.0 (this GPU: {describe_gpu()}); use fp16"
         raise bad_setting(reason, mixed_precision="bf16")
@@ -103,6 +101,22 @@ def resolve_precision(cfg: Config) -> Precision:
     name, fallback_reason = recipe_or_fallback(cfg.requested_recipe, flag, cfg, backend)
     recipe = make_recipe(name, cfg.precision, backend)
     return Precision(cfg.requested_recipe, name, fallback_reason, recipe, backend, backend == "emulated")
+
+
+def resolve_backend(cfg: Config) -> Backend | None:
+    """Return the backend of TE layers, or None without --use_te. UserError if it cannot run here."""
+    if not cfg.model.use_te:
+        return None
+    requested = cfg.model.te_backend
+    if requested == "emulated" or (requested == "auto" and not torch.cuda.is_available()):
+        return "emulated"
+    if reason := why_not_te():
+        raise UserError(
+            f"--use_te --te_backend {requested} cannot run here: {reason}; `python -m training.doctor` "
+            "checks the installation",
+            flags=("use_te", "te_backend"),
+        )
+    return "native"
 
 
 def fp8_gemms_are_emulated() -> bool:
@@ -123,18 +137,29 @@ def recipe_or_fallback(requested: str, flag: str, cfg: Config, backend: Backend)
 
     UserError if `requested` cannot run and may not fall back (--fp8_fallback).
     """
-    if (reason := cannot_run(requested, backend)) is None:
+    if (reason := why_not(requested, backend)) is None:
         return requested, None
+    able = [name for name in TE_RECIPES if why_not(name, backend) is None]
+    runs = ", ".join(able) or "none; use --mixed_precision bf16"
+    message = f"{flag} cannot run here: {reason}. This machine runs: {runs}"
     may_fall_back = RECIPES[requested].may_fall_back and cfg.precision.fp8_fallback == "warn"
-    if not may_fall_back or why_not(FALLBACK_RECIPE, backend):
-        raise UserError(f"{flag} {reason}", flags=("fp8_scenario", "fp8_fallback"))
-    return FALLBACK_RECIPE, f"{flag} {reason}"
+    if not may_fall_back or FALLBACK_RECIPE not in able:
+        raise UserError(message, flags=("fp8_scenario", "fp8_fallback"))
+    return FALLBACK_RECIPE, message
 
 
 def build_autocast(
     precision: Precision, *, device: torch.device, parameter_dtype: torch.dtype
 ) -> Callable[[], AbstractContextManager]:
     """Return a factory of the autocast context for forward passes. Run backward outside it."""
-    casts = precision.effective != "fp32" and parameter_dtype == torch.float32
-    dtype = precision.compute_dtype if casts else None
-    return partial(autocast, precision.te_recipe, precision.te_backend, device=device, dtype=dtype)
+
+    def autocast() -> AbstractContextManager:
+        contexts = ExitStack()
+        if precision.effective != "fp32" and parameter_dtype == torch.float32:
+            contexts.enter_context(torch.autocast(device.type, dtype=precision.compute_dtype))
+        if precision.te_recipe is not None:
+            te = te_module(precision.te_backend)
+            contexts.enter_context(te.autocast(enabled=True, recipe=precision.te_recipe))
+        return contexts
+
+    return autocast
