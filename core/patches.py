@@ -145,7 +145,7 @@ CHANGES = (
     Change(
         "environment: CUDNN_HOME, unless the user set it",
         "TE prefers a system cuDNN; beside torch's, attention silently runs unfused",
-        by="te_models/precision/te_runtime.py:point_te_at_torchs_cudnn",
+        by="training/precision/te_runtime.py:point_te_at_torchs_cudnn",
         tested_by="tests/training/doctor/test_doctor.py",
     ),
     Change(
@@ -222,7 +222,7 @@ CHANGES = (
     Change(
         "log filter of TE",
         "advice to install FlashAttention 2, which runs in none of the suite's modes",
-        by="te_models/precision/te_runtime.py:silence_advice",
+        by="training/precision/te_runtime.py:silence_advice",
         tested_by="tests/gpu/test_run.py",
     ),
     Change(

@@ -15,12 +15,12 @@ from fp8_suite.core.readers import read_record
 from fp8_suite.core.redact import redacted
 from fp8_suite.data.build import Loaders
 from fp8_suite.te_models.kernels import flash_attention
-from fp8_suite.te_models.precision import te_runtime
-from fp8_suite.te_models.precision.coverage import Coverage, coverage
 from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.progress import WallTime
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
+from fp8_suite.training.precision import te_runtime
+from fp8_suite.training.precision.coverage import Coverage, coverage
 from fp8_suite.training.prepare import PreparedRun
 from fp8_suite.training.tracking.display import Display
 from fp8_suite.training.tracking.environment import describe_environment

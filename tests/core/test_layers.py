@@ -13,7 +13,7 @@ LINE = [
     *("core", "settings"),
     *("data/demo", "data/reading", "data"),
     *("te_models/emulation", "te_models/kernels", "te_models/recompute", "te_models/quantized"),
-    *("te_models/lora", "te_models", "te_models/precision"),
+    *("te_models/lora", "te_models"),
     *("training/tracking", "training/optim", "training/parallel", "training/estimate", "training/precision"),
     "te_models/library",
     *("training/checkpoint", "training/export", "training", "training/doctor"),

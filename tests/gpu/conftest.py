@@ -1,6 +1,6 @@
 import pytest
 import torch
-from fp8_suite.te_models.precision.te_runtime import why_not_te
+from fp8_suite.training.precision.te_runtime import why_not_te
 
 
 @pytest.fixture(autouse=True)

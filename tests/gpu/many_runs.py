@@ -16,12 +16,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from fp8_suite.te_models.precision.scaling_state import scaling_state
 from fp8_suite.training import run as run_module
 from fp8_suite.training.assembly import assemble
 from fp8_suite.training.config import parse_config
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.watchdog import Watchdog
+from fp8_suite.training.precision.scaling import scaling_state
 from fp8_suite.training.prepare import prepare
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from fp8_suite.core.recipes import TE_RECIPES
-from fp8_suite.te_models.precision.recipes import why_not
-from fp8_suite.te_models.precision.te_runtime import torch_cudnn
+from fp8_suite.training.precision.recipes import why_not
+from fp8_suite.training.precision.te_runtime import torch_cudnn
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]

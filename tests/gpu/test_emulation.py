@@ -5,9 +5,8 @@ import torch
 from fp8_suite.te_models.backend import te_module
 from fp8_suite.te_models.decoder import layer_settings, rope_angles
 from fp8_suite.te_models.emulation.casts import E4M3, E5M2, amax_of, cast_blocks, cast_tensor, cast_with_scale
-from fp8_suite.te_models.precision.recipes import make_recipe, why_not
-from fp8_suite.te_models.precision.scaling_state import restore_scaling, scaling_state
-from fp8_suite.training.precision.recipes import Precision, build_autocast
+from fp8_suite.training.precision.recipes import Precision, build_autocast, make_recipe, why_not
+from fp8_suite.training.precision.scaling import restore_scaling, scaling_state
 from fp8_suite.training.precision.settings import PrecisionConfig
 
 from tests.gpu.models import DEVICE, batch, build, spec

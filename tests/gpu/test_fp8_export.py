@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_suite.te_models.build import export_tensors
-from fp8_suite.te_models.precision.recipes import why_not
 from fp8_suite.te_models.quantized.forms import FORMS, Quantizer
 from fp8_suite.te_models.spec import find_model, on_meta, parameter_shapes
 from fp8_suite.te_models.weights import layer_to_hf
 from fp8_suite.training.export.quantize import quantize_export
 from fp8_suite.training.export.write import export_hf
 from fp8_suite.training.precision.fp8_inspect import read_cast
+from fp8_suite.training.precision.recipes import why_not
 from safetensors.torch import load_file
 
 from tests.gpu.models import DEVICE, batch, build, spec

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_suite.te_models.emulation.casts import Quantized
-from fp8_suite.te_models.precision.recipes import why_not
 from fp8_suite.training.precision.fp8_counts import cast_counts
 from fp8_suite.training.precision.fp8_inspect import read_cast
+from fp8_suite.training.precision.recipes import why_not
 
 from tests.gpu.test_run import SMALL, losses, train
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fp8_suite.core.recipes import TE_RECIPES
-from fp8_suite.te_models.precision.recipes import why_not
+from fp8_suite.training.precision.recipes import why_not
 from transformers import AutoModelForCausalLM
 
 from fp8_suite import te_models

@@ -9,11 +9,11 @@ from fp8_suite.core.recipes import TORCHAO_RECIPES
 from fp8_suite.te_models.lora.adapters import hf_adapters
 from fp8_suite.te_models.lora.settings import LoraConfig
 from fp8_suite.te_models.options import NativeOptions
-from fp8_suite.te_models.precision.recipes import make_recipe, why_not
-from fp8_suite.te_models.precision.scaling_state import scaling_state
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.te_models.spec import base_tensors, find_model
 from fp8_suite.training.config import Config
+from fp8_suite.training.precision.recipes import make_recipe, why_not
+from fp8_suite.training.precision.scaling import scaling_state
 from fp8_suite.training.precision.settings import PrecisionConfig
 from safetensors.torch import load_file
 

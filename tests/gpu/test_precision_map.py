@@ -3,13 +3,12 @@
 import pytest
 import torch
 from fp8_suite.te_models.families import FAMILIES
-from fp8_suite.te_models.precision.coverage import coverage
-from fp8_suite.te_models.precision.recipes import why_not
-from fp8_suite.te_models.precision.scaling_state import scaling_state
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.precision import precision_map
+from fp8_suite.training.precision.coverage import coverage
 from fp8_suite.training.precision.precision_map import te_names
-from fp8_suite.training.precision.recipes import Precision, build_autocast, resolve_precision
+from fp8_suite.training.precision.recipes import Precision, build_autocast, resolve_precision, why_not
+from fp8_suite.training.precision.scaling import scaling_state
 
 from tests.gpu.models import DEVICE, batch, build, spec
 from tests.gpu.test_run import SMALL, losses, train

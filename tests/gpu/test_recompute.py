@@ -9,7 +9,6 @@ import torch
 from fp8_suite.core.patches import TE_ATTENTION, TE_GEMMS
 from fp8_suite.te_models.kernels import flash_attention
 from fp8_suite.te_models.options import NativeOptions
-from fp8_suite.te_models.precision.scaling_state import scaling_state
 from fp8_suite.te_models.recompute import offload
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.te_models.shape import ModelShape
@@ -19,6 +18,7 @@ from fp8_suite.training.estimate.activations import kept_activations
 from fp8_suite.training.estimate.memory import fp8_copies
 from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
 from fp8_suite.training.optim.optimizer import choose_optimizer
+from fp8_suite.training.precision.scaling import scaling_state
 from transformers import LlamaConfig
 
 from tests.gpu.models import DEVICE, batch, build, spec

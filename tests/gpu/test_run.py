@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_suite.core.recipes import TE_RECIPES
-from fp8_suite.te_models.precision.recipes import why_not
+from fp8_suite.training.precision.recipes import why_not
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.gpu

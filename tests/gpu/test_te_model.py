@@ -8,12 +8,11 @@ from fp8_suite.te_models import decoder, hugging_face
 from fp8_suite.te_models.build import export_tensors
 from fp8_suite.te_models.kernels import rope
 from fp8_suite.te_models.kernels.loss import linear_cross_entropy
-from fp8_suite.te_models.precision.coverage import coverage
-from fp8_suite.te_models.precision.recipes import make_recipe, why_not
-from fp8_suite.te_models.precision.scaling_state import frozen_scaling, scaling_state
-from fp8_suite.te_models.precision.te_runtime import attention_backend
-from fp8_suite.training.precision.recipes import Precision, build_autocast
+from fp8_suite.training.precision.coverage import coverage
+from fp8_suite.training.precision.recipes import Precision, build_autocast, make_recipe, why_not
+from fp8_suite.training.precision.scaling import frozen_scaling, scaling_state
 from fp8_suite.training.precision.settings import PrecisionConfig
+from fp8_suite.training.precision.te_runtime import attention_backend
 
 from tests.gpu.models import DEVICE, batch, build, perturbed, spec
 

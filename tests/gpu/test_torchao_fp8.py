@@ -8,8 +8,8 @@ import pytest
 import torch
 from fp8_suite.core.recipes import TORCHAO_RECIPES
 from fp8_suite.te_models.kernels.packed_attention import why_no_kernel
-from fp8_suite.te_models.precision.coverage import coverage
 from fp8_suite.training.precision import torchao_fp8
+from fp8_suite.training.precision.coverage import coverage
 from fp8_suite.training.run import main
 
 from tests.gpu.models import DEVICE, batch, build, spec

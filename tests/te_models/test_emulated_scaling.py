@@ -8,7 +8,7 @@ from fp8_suite.te_models.decoder import layer_settings
 from fp8_suite.te_models.emulation import recipes
 from fp8_suite.te_models.emulation.casts import E4M3, E5M2
 from fp8_suite.te_models.emulation.scaling import next_scales
-from fp8_suite.te_models.precision.scaling_state import scaling_state
+from fp8_suite.training.precision.scaling import scaling_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.children import preload, run_ranks

@@ -20,14 +20,12 @@ from fp8_suite.te_models.kernels import flash_attention
 from fp8_suite.te_models.library import build
 from fp8_suite.te_models.library.inputs import decoder_inputs
 from fp8_suite.te_models.options import BuildOptions
-from fp8_suite.te_models.precision.recipes import make_recipe
-from fp8_suite.te_models.precision.scaling_state import scaling_state
 from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.te_models.weights import TensorSource, load_te, te_to_hf
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.parallel.strategies import Strategy
-from fp8_suite.training.precision.recipes import Precision, build_autocast
-from fp8_suite.training.precision.scaling import DelayedScalingState, Scaling
+from fp8_suite.training.precision.recipes import Precision, build_autocast, make_recipe
+from fp8_suite.training.precision.scaling import DelayedScalingState, Scaling, scaling_state
 from fp8_suite.training.step import Stack, train_step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -11,12 +11,12 @@ from fp8_suite.te_models.build import build_model, export_tensors
 from fp8_suite.te_models.lora.adapters import hf_adapters, is_adapter
 from fp8_suite.te_models.lora.settings import LoraConfig
 from fp8_suite.te_models.options import BuildOptions
-from fp8_suite.te_models.precision.scaling_state import scaling_state
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.te_models.spec import ModelSpec, from_config
 from fp8_suite.training.optim.optimizer import trainable
 from fp8_suite.training.precision import torchao_fp8
 from fp8_suite.training.precision.recipes import build_autocast
+from fp8_suite.training.precision.scaling import scaling_state
 from transformers import Qwen2Config, Qwen3Config
 
 from tests.te_models.test_recompute import BF16, CPU, SIZES, fp8

@@ -13,13 +13,13 @@ from fp8_suite.te_models.emulation import gemm
 from fp8_suite.te_models.emulation.transformer import MultiheadAttention
 from fp8_suite.te_models.lora.settings import LoraConfig
 from fp8_suite.te_models.options import BuildOptions
-from fp8_suite.te_models.precision.scaling_state import scaling_state
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS, recompute_levels
 from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.optim.optimizer import trainable
 from fp8_suite.training.precision import precision_map
 from fp8_suite.training.precision.recipes import Precision, build_autocast, resolve_precision
+from fp8_suite.training.precision.scaling import scaling_state
 from transformers import MixtralConfig, Qwen3Config
 
 CPU = torch.device("cpu")

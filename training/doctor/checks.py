@@ -139,7 +139,7 @@ def driver_cure(message: str) -> str:
 def check_te() -> Iterator[Finding]:
     """Report whether Transformer Engine loads, and the cuDNN in use."""
     import torch
-    from fp8_suite.te_models.precision import te_runtime
+    from fp8_suite.training.precision import te_runtime
 
     number, gpu = version("transformer_engine"), torch.cuda.is_available()
     if te_runtime.why_not_te() is None:
@@ -163,9 +163,8 @@ def check_te() -> Iterator[Finding]:
 def check_recipes() -> Iterator[Finding]:
     """Train a layer in every recipe of Transformer Engine, native or else emulated; look for torchao's."""
     from fp8_suite.core.recipes import RECIPES, TORCHAO_RECIPES
-    from fp8_suite.te_models.precision import te_runtime
-    from fp8_suite.te_models.precision.recipes import why_not
-    from fp8_suite.training.precision import recipes, torchao_fp8
+    from fp8_suite.training.precision import recipes, te_runtime, torchao_fp8
+    from fp8_suite.training.precision.recipes import why_not
 
     te_backend = "emulated" if te_runtime.why_not_te() else "native"
     for name in RECIPES:
@@ -191,7 +190,7 @@ def train_layer(recipe: str, backend: Backend) -> None:
     """Run forward and backward of one TE layer."""
     import torch
     from fp8_suite.te_models.backend import te_module
-    from fp8_suite.te_models.precision.recipes import make_recipe
+    from fp8_suite.training.precision.recipes import make_recipe
     from fp8_suite.training.precision.settings import PrecisionConfig
 
     te, device = te_module(backend), "cuda" if torch.cuda.is_available() else "cpu"

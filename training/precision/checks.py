@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from fp8_suite.core.errors import as_flag, bad_setting
-from fp8_suite.core.recipes import LM_HEAD_RECIPE
-from fp8_suite.te_models.precision.recipes import check_gemm_sizes
+from fp8_suite.core.recipes import LM_HEAD_RECIPE, RECIPES
 from fp8_suite.training.config import Config
 from fp8_suite.training.precision.precision_map import TE_GEMMS
 from fp8_suite.training.precision.recipes import Precision
@@ -33,6 +34,14 @@ def check_settings(cfg: Config, precision: Precision) -> None:
     if scales_on_te and torch.cuda.get_device_capability() >= (10, 0):
         reason = "on this GPU TE runs block scaling in MXFP8's GEMMs, whose scales are powers of two; drop it"
         raise bad_setting(reason, fp8_fp32_scales=True)
+
+
+def check_gemm_sizes(recipe: str, sizes: dict[str, int], /, *, way_out: str = "", **settings: Any) -> None:
+    """UserError naming the sizes that are not a multiple of what the recipe's GEMMs need."""
+    multiple = RECIPES[recipe].feature_multiple
+    if odd := ", ".join(f"{name} {size}" for name, size in sizes.items() if size % multiple):
+        way_out = way_out or "use another recipe or --mixed_precision bf16"
+        raise bad_setting(f"{odd} not a multiple of {multiple}, as FP8 GEMMs need; {way_out}", **settings)
 
 
 def check_sizes(precision: Precision, model_name: str, sizes: dict[str, int]) -> None:

@@ -17,11 +17,10 @@ from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 from fp8_suite.core.recipes import FALLBACK_RECIPE
 from fp8_suite.core.settings import matches
 from fp8_suite.te_models.backend import te_module
-from fp8_suite.te_models.precision.coverage import fold_layers
-from fp8_suite.te_models.precision.recipes import make_recipe
 from fp8_suite.training.config import Config
 from fp8_suite.training.precision import torchao_fp8
-from fp8_suite.training.precision.recipes import Precision, recipe_or_fallback
+from fp8_suite.training.precision.coverage import fold_layers
+from fp8_suite.training.precision.recipes import Precision, make_recipe, recipe_or_fallback
 from fp8_suite.training.precision.settings import MAP_SETTINGS, parse_precision_map
 from torch import nn
 

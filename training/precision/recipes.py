@@ -11,10 +11,10 @@ import torch
 from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.core.gpus import AMPERE
 from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES
-from fp8_suite.te_models.backend import Backend, te_module
-from fp8_suite.te_models.precision.recipes import describe_gpu, make_recipe, why_not
-from fp8_suite.te_models.precision.te_runtime import why_not_te
+from fp8_suite.te_models.backend import Backend, te_module, te_recipes
 from fp8_suite.training.config import Config
+from fp8_suite.training.precision.settings import PrecisionConfig
+from fp8_suite.training.precision.te_runtime import why_not_te
 
 NATIVE_ONLY_SETTINGS = ("fp8_weights", "fp8_fast_accumulation")
 
@@ -88,7 +88,7 @@ def resolve_precision(cfg: Config) -> Precision:
     """Choose the effective precision. UserError if the requested one cannot run and may not fall back."""
     name, backend = cfg.precision.mixed_precision, resolve_backend(cfg)
     if name == "bf16" and torch.cuda.is_available() and torch.cuda.get_device_capability() < AMPERE:
-        reason = f"needs compute capability 8.0 (this GPU: {describe_gpu()}); use fp16"
+        reason = f"needs compute capability 8.0 (this GPU: {_describe_gpu()}); use fp16"
         raise bad_setting(reason, mixed_precision="bf16")
     if name != "fp8":
         return Precision(name, name, te_backend=backend, emulated=backend == "emulated")
@@ -126,7 +126,7 @@ def fp8_gemms_are_emulated() -> bool:
     if torch.cuda.get_device_capability() < (8, 9):
         raise UserError(
             "--mixed_precision fp8 cannot run here: FP8 GEMMs need compute capability 8.9 (this GPU: "
-            f"{describe_gpu()}); use --mixed_precision bf16",
+            f"{_describe_gpu()}); use --mixed_precision bf16",
             flags=("mixed_precision",),
         )
     return False
@@ -146,6 +146,37 @@ def recipe_or_fallback(requested: str, flag: str, cfg: Config, backend: Backend)
     if not may_fall_back or FALLBACK_RECIPE not in able:
         raise UserError(message, flags=("fp8_scenario", "fp8_fallback"))
     return FALLBACK_RECIPE, message
+
+
+def why_not(name: str, backend: Backend = "native") -> str | None:
+    """Return why a recipe cannot run on this machine, in TE's words or the emulation's, or None."""
+    if backend == "emulated":
+        emulated, te_class = te_recipes(backend), RECIPES[name].te_class
+        return None if hasattr(emulated, te_class) else emulated.NOT_EMULATED.get(te_class, "not emulated")
+    if reason := why_not_te():
+        return reason
+    available, reason = getattr(te_module(backend), RECIPES[name].probe)(return_reason=True)
+    return None if available else f"{reason.strip().rstrip('.')} (this GPU: {_describe_gpu()})"
+
+
+def _describe_gpu() -> str:
+    return f"{torch.cuda.get_device_name()}, {'.'.join(map(str, torch.cuda.get_device_capability()))}"
+
+
+def make_recipe(name: str, cfg: PrecisionConfig, backend: Backend = "native") -> Any:
+    """Build TE's recipe object from the settings."""
+    te, spec = te_recipes(backend), RECIPES[name]
+    recipe = spec.make(cfg, te)
+    fast = cfg.fp8_fast_accumulation and "fp8_fast_accumulation" in spec.settings
+    if fast and backend == "native":
+        for gemm in ("fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            setattr(recipe, gemm, te.MMParams(use_split_accumulator=False))
+    return recipe
+
+
+def recipe_name(recipe: Any) -> str:
+    """Return the name in RECIPES of a TE recipe object, native or emulated."""
+    return next(name for name, spec in RECIPES.items() if spec.te_class == type(recipe).__name__)
 
 
 def build_autocast(

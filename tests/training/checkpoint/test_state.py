@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from fp8_suite.te_models.precision.scaling_state import scaling_state
 from fp8_suite.training.checkpoint.progress import Progress
 from fp8_suite.training.checkpoint.resume import ResumePoint
 from fp8_suite.training.checkpoint.state import RunState, restore_run, saved_state
@@ -21,6 +20,7 @@ from fp8_suite.training.optim.optimizer import (
 )
 from fp8_suite.training.parallel.strategies import Strategy
 from fp8_suite.training.precision.recipes import Precision
+from fp8_suite.training.precision.scaling import scaling_state
 from torch import nn
 
 

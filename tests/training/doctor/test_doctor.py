@@ -11,8 +11,8 @@ import pytest
 import torch
 from fp8_suite.core.packages import ROOT
 from fp8_suite.core.recipes import RECIPES
-from fp8_suite.te_models.precision import te_runtime
 from fp8_suite.training.doctor import checks, report
+from fp8_suite.training.precision import te_runtime
 
 SMI = "NVIDIA-SMI 580.159.04   Driver Version: 580.159.04   CUDA Version: 13.0"
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
-from fp8_suite.te_models.precision.coverage import coverage
-from fp8_suite.te_models.precision.scaling_state import scaling_state
 from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.precision import precision_map
 from fp8_suite.training.precision.checks import check_sizes
+from fp8_suite.training.precision.coverage import coverage
 from fp8_suite.training.precision.precision_map import assign, check_resume, matches, te_names
 from fp8_suite.training.precision.recipes import Precision, resolve_precision
+from fp8_suite.training.precision.scaling import scaling_state
 from transformers import LlamaConfig
 
 from tests.te_models.test_recompute import BF16, OPTIONS, SIZES, equal, train

@@ -14,12 +14,11 @@ from fp8_suite.core.packages import ROOT
 from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.te_models.emulation import recipes as emulated
 from fp8_suite.te_models.kernels.packed_attention import why_no_kernel
-from fp8_suite.te_models.precision import recipes as te
-from fp8_suite.te_models.precision import te_runtime
 from fp8_suite.te_models.spec import inference_dtype
 from fp8_suite.training.config import Config, all_settings, config_from_dict
-from fp8_suite.training.precision import checks
+from fp8_suite.training.precision import checks, te_runtime
 from fp8_suite.training.precision import recipes as precision
+from fp8_suite.training.precision import recipes as te
 from fp8_suite.training.precision.recipes import Precision
 from fp8_suite.training.precision.settings import RECIPE_SETTINGS
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
 from fp8_suite.core.recipes import TORCHAO_RECIPES
 from fp8_suite.te_models.hugging_face import HFCausalLM, high_precision_linears
-from fp8_suite.te_models.precision.coverage import coverage
 from fp8_suite.training.optim.adamw import MasterAdamW, local
 from fp8_suite.training.precision import torchao_fp8
+from fp8_suite.training.precision.coverage import coverage
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from fp8_suite.core.recipes import RECIPES
-from fp8_suite.te_models.precision.recipes import recipe_name
+from fp8_suite.training.precision.recipes import recipe_name
 from torch import nn
 
 
