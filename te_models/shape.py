@@ -67,11 +67,8 @@ def matmul_parameters(shape: ModelShape) -> int:
 
     Embedding, norms and biases are not in GEMMs and do not count.
     """
-    query_and_output = 2 * shape.hidden_size * shape.num_heads * shape.head_dim
-    key_and_value = 2 * shape.hidden_size * shape.num_kv_heads * shape.head_dim
-    mlp = 3 * shape.hidden_size * shape.ffn_hidden_size
-    lm_head = shape.hidden_size * shape.vocab_size
-    return shape.num_layers * (query_and_output + key_and_value + mlp) + lm_head
+    layer = sum(inputs * outputs for inputs, outputs in projections(shape).values())
+    return shape.num_layers * layer + shape.hidden_size * shape.vocab_size
 
 
 def projections(shape: ModelShape) -> dict[str, tuple[int, int]]:

@@ -39,8 +39,12 @@ def state(setup: TrainingSetup) -> dict[str, float]:
         return {"weights": 0.0, "master weights": 0.0, "moments": 0.0}
     optimizer, model = setup.optimizer, setup.model
     trained = model.trained / setup.shards
-    weights = setup.weight_bytes / (1 if setup.mode_spec.stage in (1, 2) else setup.shards)
-    weights += optimizer.parameter_dtype.itemsize * model.adapters / setup.shards
+    itemsize = optimizer.parameter_dtype.itemsize
+    weights = itemsize * model.parameters
+    if optimizer.holds_fp8_weights:  # in place of BF16 weights that are frozen or offloaded, else in addition
+        weights += model.gemm_weights * (-1 if optimizer.offload or model.adapters else 1)
+    weights /= 1 if setup.mode_spec.stage in (1, 2) else setup.shards
+    weights += itemsize * model.adapters / setup.shards
     masters, moments = optimizer.master_bytes * trained, optimizer.moment_bytes * trained
     if optimizer.offload:  # its buffers exist only in the step, when the memory of activations is free
         masters = moments = 0.0

@@ -167,18 +167,6 @@ class TrainingSetup:
         return self.model.gemm_weights / self.model.parameters if held else 0.0
 
     @property
-    def weight_bytes(self) -> float:
-        """Bytes of the unsharded weights, without adapters.
-
-        FP8 weights are in addition to those in BF16, unless the latter are offloaded, or need not be kept
-        because they are frozen.
-        """
-        in_fp8 = self.model.gemm_weights if self.optimizer.holds_fp8_weights else 0
-        alone = self.optimizer.offload or self.model.adapters > 0
-        whole = self.optimizer.parameter_dtype.itemsize * self.model.parameters
-        return whole - in_fp8 if alone else whole + in_fp8
-
-    @property
     def state_on_gpu(self) -> str:
         """Name of the training state that GPUs hold."""
         return "weights and gradients" if self.optimizer.offload else "weights, gradients and optimizer state"
