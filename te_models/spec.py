@@ -123,9 +123,11 @@ def _read_config(name: str, *, random: bool, trust_remote_code: bool) -> Any:
     if random and name in PRESETS:
         fields = dict(PRESETS[name])
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    export = Path(name, "export")
-    if Path(name, "metrics.jsonl").exists() and export.exists():
-        raise bad_setting(f"this is a run folder; give its exported model, {export}", model_name=name)
+    exports = " or ".join(str(path.parent) for path in sorted(Path(name).glob("export*/config.json")))
+    if Path(name, "metrics.jsonl").exists() and exports:
+        raise bad_setting(f"this is a run folder; give its exported model, {exports}", model_name=name)
+    if Path(name, "adapter_config.json").exists() and not Path(name, "config.json").exists():
+        raise bad_setting("this has adapters only; give a merged model, such as RUN/export", model_name=name)
     _refuse_damaged_json(Path(name, "config.json"))
     try:
         require_reachable_hub(name, ("config.json",))

@@ -92,9 +92,17 @@ def test_a_missing_folder_is_not_requested_from_the_hub(name, requests, tmp_path
         require_folder("tokenizer_name", name)
 
 
-def test_a_run_folder_is_answered_with_its_export(tmp_path):
+@pytest.mark.parametrize("export", ["export", "export_fp8"])
+def test_a_run_folder_is_answered_with_its_export(export, tmp_path):
     (tmp_path / "config.json").write_text('{"model_name": "tiny-llama"}')
     (tmp_path / "metrics.jsonl").write_text("")
-    (tmp_path / "export").mkdir()
-    with pytest.raises(UserError, match=rf"is a run folder; .*{tmp_path}/export$"):
+    (tmp_path / export).mkdir()
+    (tmp_path / export / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=rf"is a run folder; .*{tmp_path}/{export}$"):
+        spec(str(tmp_path))
+
+
+def test_adapters_are_answered_with_the_merged_export(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="adapters only; give a merged model, such as RUN/export$"):
         spec(str(tmp_path))
