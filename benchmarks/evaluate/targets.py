@@ -42,9 +42,19 @@ def find_targets(names: list[str], given: dict[str, Any]) -> list[Target]:
             raise bad_input(f"{name}: no run folder and no model (no settings.json, no config.json)")
     of_runs = [target for target in targets if target.run]
     first = of_runs[0] if of_runs else Target("", config_from_dict(given))
-    if different := [target.run for target in of_runs if target.cfg.data != first.cfg.data]:
-        raise bad_input(f"{first.run} and {different[0]} have different data; give --dataset_name and splits")
+    for target in of_runs:
+        here, there = _choosing_rows(first.cfg), _choosing_rows(target.cfg)
+        if flags := [f"--{name}" for name in here if here[name] != there.get(name)]:
+            names = ", ".join(flags)
+            raise bad_input(f"{first.run} and {target.run} have different data ({names}); give these flags")
     return [t if t.run else replace(t, cfg=first.cfg, held_out=first.held_out) for t in targets]
+
+
+def _choosing_rows(cfg: Config) -> dict[str, Any]:
+    """Return the settings that choose and tokenize the evaluated rows."""
+    unread = {n for n, s in all_settings().items() if s.field.metadata["resumable"]}
+    unread |= {"split_name", "num_of_samples"} if cfg.data.eval_split else set()
+    return {name: value for name, value in vars(cfg.data).items() if name not in unread}
 
 
 def _exports(run: Path, given: dict[str, Any]) -> list[Target]:

@@ -65,7 +65,12 @@ class QuantizedReader:
 
     def __init__(self, name: str, tensors: Mapping[str, Any], fields: Mapping[str, Any]):
         self._model, self._tensors = name, tensors
-        self._blocks = list(filter(None, (TENSOR, ROW, block_of(fields))))
+        try:
+            block = block_of(fields)
+            scale_grid((1, 1), block or TENSOR)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise self._error(f"its quantization_config: blocks have two positive sizes ({error})") from None
+        self._blocks = list(filter(None, (TENSOR, ROW, block)))
         names = {key: key + end for key in tensors for end in SUFFIXES if key + end in tensors}
         self.hidden = {*names.values(), *filter(UNUSED.search, tensors)}
         self.scales: dict[str, tuple[Tensor, Block]] = {}  # of the FP8 tensors, in FP32

@@ -11,6 +11,7 @@ import torch
 from fp8_suite.benchmarks.evaluate.answers import expected_answer, final_answer, same_answer
 from fp8_suite.benchmarks.evaluate.generate import generate, in_batches
 from fp8_suite.benchmarks.evaluate.main import main
+from fp8_suite.benchmarks.evaluate.targets import find_targets
 from fp8_suite.benchmarks.records.evaluation import Result, write_results
 from fp8_suite.benchmarks.records.runs import RunRecord, read_run
 from fp8_suite.benchmarks.report.judge import judge_evaluated, judge_pairs
@@ -296,6 +297,19 @@ def test_bad_input_is_one_line(run, tmp_path, capsys, argv, error):
     assert main(argv.format(**names).split()) in (1, 2)
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and errors[0].startswith("error: " + error.format(**names)), errors
+
+
+def test_runs_on_different_data_are_refused_by_flag(run, tmp_path):
+    settings = json.loads((run / "settings.json").read_text())
+    shutil.copytree(run, tmp_path / "run")
+
+    def targets(**changes):
+        (tmp_path / "run/settings.json").write_text(json.dumps(settings | changes))
+        return find_targets([str(run), str(tmp_path / "run")], {})
+
+    assert len(targets(num_workers=0, num_of_samples=3)) == 4, "the evaluated rows are the same"
+    with pytest.raises(UserError, match=r"different data \(--max_seq_length\); give these flags"):
+        targets(max_seq_length=128)
 
 
 def test_results_join_the_verdict_over_seeds(tmp_path):

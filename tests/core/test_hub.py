@@ -104,5 +104,5 @@ def test_a_run_folder_is_answered_with_its_export(export, tmp_path):
 
 def test_adapters_are_answered_with_the_merged_export(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="adapters only; give a merged model, such as RUN/export$"):
+    with pytest.raises(UserError, match=r"adapters only; give a merged model, such as RUN/export$"):
         spec(str(tmp_path))

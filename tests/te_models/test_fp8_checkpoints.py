@@ -260,3 +260,13 @@ def test_other_quantized_weights_are_refused_by_their_method(method, tmp_path):
     with pytest.raises(UserError, match=f"its weights are quantized by {method}; give the original") as error:
         find(tmp_path)
     assert error.value.flags == {"model_name"}
+
+
+@pytest.mark.parametrize("size", [128, [0, 128], [128], ["a", "b"]])
+def test_a_wrong_block_size_is_refused(size, tmp_path):
+    save_fp8(tmp_path, fine_grained())
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"]["weight_block_size"] = size
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"blocks have two positive sizes .*; give the original model$"):
+        find(tmp_path)
