@@ -34,9 +34,10 @@ RECOMPUTED: Changes = {"recompute": "layer", "gradient_checkpointing": False}
 OFFLOADED_ACTIVATIONS: Changes = RECOMPUTED | {"offload_activations": True}
 OFFLOADED_STATE: Changes = {"offload_optimizer": True, "moment_dtype": "fp8", "grad_reduce_dtype": "bf16"}
 # Settings that save memory and change numerics or need host memory. The first that fits is advised, on top
-# of `unchanged_numerics`.
+# of `unchanged_numerics`. Settings that the run refuses are passed over.
 WAYS_OUT: tuple[Changes, ...] = (
     {},
+    {"fp8_weights": True},  # alone only under LoRA, or if the optimizer is offloaded already
     {"moment_dtype": "fp8"},
     {"offload_optimizer": True},
     OFFLOADED_ACTIVATIONS,
@@ -45,16 +46,10 @@ WAYS_OUT: tuple[Changes, ...] = (
     {"moment_dtype": "fp8"} | OFFLOADED_ACTIVATIONS,
     OFFLOADED_STATE,
     {"offload_optimizer": True} | OFFLOADED_ACTIVATIONS,
+    {"fp8_weights": True} | OFFLOADED_ACTIVATIONS,
     OFFLOADED_STATE | {"fp8_weights": True},
     OFFLOADED_STATE | {"fp8_weights": True} | OFFLOADED_ACTIVATIONS,
     OFFLOADED_STATE | OFFLOADED_ACTIVATIONS,
-)
-# Adapters have little optimizer state and few gradients.
-ADAPTER_WAYS_OUT: tuple[Changes, ...] = (
-    {},
-    {"fp8_weights": True},
-    OFFLOADED_ACTIVATIONS,
-    {"fp8_weights": True} | OFFLOADED_ACTIVATIONS,
 )
 # The same for host memory.
 HOST_WAYS_OUT: tuple[Changes, ...] = (
@@ -139,10 +134,9 @@ def _ways_out(sizing: Sizing) -> Iterator[tuple[Changes, int]]:
 
 def ways_out(sizing: Sizing) -> list[Changes]:
     """Return the table's settings for this run, complete with those that change no numerics."""
-    basis = unchanged_numerics(sizing)
-    rows = ADAPTER_WAYS_OUT if sizing.requested.cfg.lora.enabled else WAYS_OUT
+    basis, rows = unchanged_numerics(sizing), WAYS_OUT
     if sizing.requested.cfg.sharding.sharding_mode in SHARDING_LESS and sizing.requested.gpus > 1:
-        rows = ({}, *(FULLY_SHARDED | row for row in rows))
+        rows = ({}, *(FULLY_SHARDED | row for row in WAYS_OUT))
     return [basis | row for row in rows]
 
 
