@@ -102,10 +102,11 @@ class StepGuard:
         if without_labels:
             lack, advice = "label tokens", "look"
         elif self.stack.strategy.loss_scale:
-            advice = (
-                "values exceed FP16's 65,504 even without a loss scale: use --mixed_precision bf16, or fp32 "
-                "on a GPU without BF16; if that fails too, lower --learning_rate, or look"
-            )
+            ways = ["lower --learning_rate", "use --mixed_precision bf16, or fp32 on a GPU without BF16"]
+            if self.progress.skipped_steps == step:  # the optimizer changed nothing
+                ways.reverse()
+            reason = "values exceed FP16's 65,504 even without a loss scale"
+            advice = f"{reason}: {ways[0]}; if that fails too, {ways[1]}, or look"
         elif self.progress.skipped_steps == step:
             advice = (
                 "no step was ever applied: the weights of --model_name may be damaged; if not, try "
