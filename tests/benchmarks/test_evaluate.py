@@ -16,6 +16,7 @@ from fp8_suite.benchmarks.records.evaluation import Result, write_results
 from fp8_suite.benchmarks.records.runs import RunRecord, read_run
 from fp8_suite.benchmarks.report.judge import judge_evaluated, judge_pairs
 from fp8_suite.core.errors import UserError
+from fp8_suite.core.packages import ROOT
 from fp8_suite.data.rendering import Renderer
 from fp8_suite.data.tokenizer import load_tokenizer
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.benchmarks.folders import write_run
 
-GSM8K = Path("/work/shared/data/openmath_gsm8k/test.jsonl")
+GSM8K = ROOT.parent / "shared/data/openmath_gsm8k/test.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_expected_answers_come_from_a_column_or_are_marked(row, reference, expec
     assert expected_answer(row, reference) == expected
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason=f"needs {GSM8K}")
+@pytest.mark.skipif(not GSM8K.exists(), reason="needs the data set")
 def test_all_solutions_of_gsm8k_are_right_boxed_or_not():
     for line in GSM8K.read_text().splitlines():
         row = json.loads(line)
