@@ -19,11 +19,12 @@ from fp8_suite.te_models.kernels.loss import TokenLoss, linear_cross_entropy
 from fp8_suite.te_models.kernels.loss_fp8 import linear_cross_entropy_fp8
 from fp8_suite.te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
 from fp8_suite.te_models.lora.adapters import LayerNormMLP, adapt_te, draw_dropout, freeze_base
-from fp8_suite.te_models.lora.settings import projection_names
+from fp8_suite.te_models.lora.settings import GEMMS, projection_names
 from fp8_suite.te_models.options import BuildOptions, NativeOptions
 from fp8_suite.te_models.recompute.layers import run_recomputed
 from fp8_suite.te_models.recompute.offload import ActivationOffload
 from fp8_suite.te_models.settings import KEPT, recompute_levels
+from fp8_suite.te_models.shape import ModelShape, projections
 from fp8_suite.te_models.weights import fuse_qkv
 from torch import Tensor, nn
 
@@ -113,17 +114,17 @@ class TECausalLM(nn.Module):
 
     def _add_adapters(self) -> None:
         config, options, te = self.config, self.options, te_module(self.options.te_backend)
-        heads, groups, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
-        rows, ffn = [heads * head_dim(config), *[groups * head_dim(config)] * 2], config.intermediate_size
-        modules = {  # result of the GEMM: module, output features, order of rows in the weight
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        features = {name: out for name, (_, out) in projections(ModelShape.from_hf_config(config)).items()}
+        rows = [features[name] for name in GEMMS["qkv"]]
+        modules = {  # result of the GEMM: module, order of rows in the weight
             "qkv": (
                 "self_attention.layernorm_qkv",
-                dict(zip(("q_proj", "k_proj", "v_proj"), rows, strict=True)),
                 lambda b: fuse_qkv(*b.split(rows), heads=heads, groups=groups),
             ),
-            "output": ("self_attention.proj", {"o_proj": hidden}, lambda b: b),
-            "gate_up": ("layernorm_mlp.fc1", {"gate_proj": ffn, "up_proj": ffn}, lambda b: b),
-            "down": ("layernorm_mlp.fc2", {"down_proj": hidden}, lambda b: b),
+            "output": ("self_attention.proj", lambda b: b),
+            "gate_up": ("layernorm_mlp.fc1", lambda b: b),
+            "down": ("layernorm_mlp.fc2", lambda b: b),
         }
         names = options.lora.targets(projection_names(len(self.layers)))
         for i, (layer, level) in enumerate(zip(self.layers, self.recompute, strict=True)):
@@ -131,8 +132,15 @@ class TECausalLM(nn.Module):
             targets = {name.rpartition(".")[2]: name for name in names if name.startswith(prefix)}
             if any(name.startswith(f"{prefix}mlp.") for name in targets.values()):
                 factory_kwargs = {"params_dtype": options.dtype, "device": "meta"}
-                layer.layernorm_mlp = LayerNormMLP(te, hidden, ffn, eps=config.rms_norm_eps, **factory_kwargs)
-            for result, (path, sizes, arrange) in modules.items():
+                layer.layernorm_mlp = LayerNormMLP(
+                    te,
+                    config.hidden_size,
+                    config.intermediate_size,
+                    eps=config.rms_norm_eps,
+                    **factory_kwargs,
+                )
+            for result, (path, arrange) in modules.items():
+                sizes = {name: features[name] for name in GEMMS[result]}
                 if targets.keys() & sizes.keys():
                     module, in_place = layer.get_submodule(path), result not in KEPT.get(level, ())
                     adapt_te(module, sizes, targets, options.lora, in_place=in_place, arrange=arrange)

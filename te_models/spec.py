@@ -195,7 +195,12 @@ def refuse_te(name: str, config: Any, max_seq_length: int | None = None) -> None
     if reason:
         way = f"Types with TE layers: {', '.join(FAMILIES)}; run this model without --use_te"
         raise bad_setting(f"{reason}. {way}", use_te=True, model_name=name)
-    window, length = family.window(config), max_seq_length or config.max_position_embeddings
+    refuse_length(name, config, max_seq_length or config.max_position_embeddings)
+
+
+def refuse_length(name: str, config: Any, length: int) -> None:
+    """Raise UserError if TE layers cannot represent the model's attention in sequences of this length."""
+    window = FAMILIES[config.model_type].window(config)
     if window is not None and window < length:
         reason = f"TE layers have no sliding window, and {name} has one of {window} tokens"
         way = "use at most that length, or drop --use_te"

@@ -52,8 +52,10 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
 
     adapters = gather_adapters(assembly.model, gather)
     for dtype, name in prepared.cfg.export_folders.items():
-        kept = bf16_linears(assembly.model, prepared.resolved.precision)
-        quantizer = Quantizer(FORMS["block"], kept) if dtype == "fp8" else None
+        quantizer = None
+        if dtype == "fp8":
+            kept = bf16_linears(assembly.model, prepared.resolved.precision)
+            quantizer = Quantizer(FORMS["block"], kept)
         tensors = export_tensors(assembly.model, gather)
         if adapters:
             tensors = _merged(prepared, tensors, adapters)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from fp8_suite.core.errors import UserError, one_line
+from fp8_suite.training.export.generate import end_tokens
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -23,8 +24,7 @@ def generate(
 ) -> list[list[int]]:
     """Return the tokens after each prompt, without the end token. `turn_end` ends answers to chats."""
     exported = model.generation_config
-    ends = exported.eos_token_id if isinstance(exported.eos_token_id, list) else [exported.eos_token_id]
-    ends = sorted({*ends, tokenizer.eos_token_id, turn_end} - {None})
+    ends = end_tokens(exported, tokenizer, turn_end)
     pad = min(tokenizer.pad_token_id, model.get_input_embeddings().num_embeddings - 1)
     limits = {"max_new_tokens": max_new_tokens, "eos_token_id": ends or None, "pad_token_id": pad}
 

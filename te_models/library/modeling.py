@@ -15,7 +15,7 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.data.collate import IGNORE
 from fp8_suite.te_models.decoder import TECausalLM
 from fp8_suite.te_models.library.inputs import decoder_inputs
-from fp8_suite.te_models.spec import ModelSpec, from_config, parameter_shapes, refuse_te, tied_names
+from fp8_suite.te_models.spec import ModelSpec, from_config, parameter_shapes, refuse_length, tied_names
 from fp8_suite.te_models.weights import TensorSource, load_te, te_to_hf
 from fp8_suite.training.precision import scaling
 from fp8_suite.training.precision.coverage import Coverage, coverage
@@ -55,7 +55,7 @@ class TEModel(nn.Module):
         decoder, width = self.decoder, input_ids.shape[1]
         multiple = self.precision.token_multiple
         inputs = decoder_inputs(input_ids, attention_mask, position_ids, multiple=multiple, **arguments)
-        refuse_te(decoder.config.model_type, decoder.config, width)  # longer than a sliding window
+        refuse_length(decoder.config.model_type, decoder.config, width)
         if (longest := inputs["max_seqlen"]) > len(decoder.rope) or decoder.rope.dtype != torch.float32:
             decoder.set_max_positions(2 ** (longest - 1).bit_length())
         decoder.recompute = ["layer" if self.gradient_checkpointing else "none"] * len(decoder.layers)

@@ -13,6 +13,12 @@ PROJECTIONS = {  # Hugging Face's names of a decoder layer's linear layers, in t
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),
 }
+GEMMS = {  # result of a GEMM of a TE layer: the linear layers that it computes, in order
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "output": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
 
 
 def projection_names(layers: int) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from fp8_suite.te_models.lora.settings import LoraConfig, projection_names
+from fp8_suite.te_models.lora.settings import GEMMS, LoraConfig, projection_names
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape, matmul_parameters, projections
 from fp8_suite.training.config import Config
@@ -137,7 +137,7 @@ class TrainingSetup:
     def adapted_gemms(self) -> list[tuple[float, int, int]]:
         """Share of the layers with adapters, input and output features of each GEMM, in a layer's order."""
         sizes, gemms = projections(self.model.shape), []
-        for names in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
+        for names in GEMMS.values():
             share = max(self.model.adapted.get(name, 0) for name in names) / self.model.shape.num_layers
             gemms.append((share, sizes[names[0]][0], sum(sizes[name][1] for name in names)))
         return gemms

@@ -28,11 +28,19 @@ def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_to
             generation = GenerationConfig.from_model_config(plan.config)
             reason = first_line(error)
             print(f"WARNING: {path} is not exported: transformers rejects it ({reason})", flush=True)
-    source = generation.eos_token_id if own_tokenizer else None
-    ends = {*(source if isinstance(source, list) else [source]), tokenizer.eos_token_id, turn_end} - {None}
-    generation.eos_token_id = sorted(ends) or None
+    ends = end_tokens(generation, tokenizer, turn_end, own_tokenizer=own_tokenizer)
+    generation.eos_token_id = ends or None
     generation.pad_token_id = tokenizer.pad_token_id
     return generation
+
+
+def end_tokens(
+    generation: Any, tokenizer: Any, turn_end: int | None, *, own_tokenizer: bool = True
+) -> list[int]:
+    """Return the tokens that end a generated text; see `generation_config`."""
+    source = generation.eos_token_id if own_tokenizer else None
+    ends = {*(source if isinstance(source, list) else [source]), tokenizer.eos_token_id, turn_end}
+    return sorted(ends - {None})
 
 
 # Text that exposes tokenizer differences: contractions, digits, runs of spaces, scripts, code.
