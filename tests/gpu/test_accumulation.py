@@ -52,7 +52,7 @@ def test_sums_match_in_bf16(name):
 def compare_with_single_micro_batches(
     model_spec, name, *, cached=True, recompute=False, sums=torch.float32
 ) -> None:
-    autocast = fp8(name)[1] if name else bf16()
+    autocast = fp8(name) if name else bf16()
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
     options = {"use_te": True, "packed": True, "recompute": "layer" if recompute else "none"}
     apart = build(model_spec, **options)

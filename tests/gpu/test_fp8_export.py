@@ -44,7 +44,7 @@ def test_exported_bytes_are_the_operands_of_native_te(tmp_path, monkeypatch):
     monkeypatch.setattr(Float8BlockQuantizer, "quantize_impl", recorded)
     model_spec = spec(family="qwen3", layers=2)  # heads of 128: no block has rows of two projections
     model = build(model_spec, use_te=True, packed=False)
-    with torch.no_grad(), fp8("block")[1]():
+    with torch.no_grad(), fp8("block")():
         model(**batch([[256]] * 8, packed=False))
     assert len(operands) == 8
     quantizer = Quantizer(FORMS["block"])

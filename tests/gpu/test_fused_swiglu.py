@@ -56,7 +56,7 @@ def test_nan_stays_nan():
 
 def gradient_errors() -> dict[str, float]:
     """Relative error of a small model's gradients with delayed scaling against BF16, by parameter."""
-    _, autocast = fp8("delayed")
+    autocast = fp8("delayed")
     inputs = batch([[256]] * 8, packed=False)
     exact, reference = step(build(spec(), use_te=True, packed=False), inputs, bf16())
     model = build(spec(), use_te=True, packed=False)

@@ -30,7 +30,7 @@ LAYERS = 4
 
 
 def autocast_of(name: str):
-    return bf16() if name == "bf16" else fp8(name)[1]
+    return bf16() if name == "bf16" else fp8(name)
 
 
 def train(name: str, *, packed: bool, steps: int = 3, family: str = "llama", **options):
