@@ -43,21 +43,30 @@ class RMSNormFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, out_dtype: torch.dtype
     ) -> Tensor:
-        x, gamma = x.to(dtype), weight.to(dtype).float()
-        inverse = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)  # [..., 1]
-        ctx.save_for_backward(x, weight, inverse)
-        return (gamma * (inverse * x.float())).to(out_dtype)
+        x, weight = x.to(dtype), weight.to(dtype)
+        out, inverse = rms_norm(x, weight, eps, out_dtype)
+        ctx.save_for_backward(x, inverse, weight)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inverse = ctx.saved_tensors
-        grad, normed = grad.float(), inverse * x.float()
-        grad_normed = weight.to(x.dtype).float() * grad
-        shared = (grad_normed * normed).mean(-1, keepdim=True)  # [..., 1]
-        grad_x = (inverse * (grad_normed - shared * normed)).to(x.dtype)
-        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(x.dtype)  # [D]
-        return grad_x, grad_weight, None, None, None
+        return *rms_norm_backward(grad, *ctx.saved_tensors), None, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x / rms(x) * weight for x [..., D] and weight [D], and 1 / rms(x) [..., 1] in float32."""
+    inverse = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    return (weight.float() * (inverse * x.float())).to(out_dtype), inverse
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [..., D] and weight [D] from that of `rms_norm`, in the dtype of x."""
+    grad, normed = grad.float(), inverse * x.float()
+    grad_normed = weight.float() * grad
+    shared = (grad_normed * normed).mean(-1, keepdim=True)  # [..., 1]
+    grad_x = (inverse * (grad_normed - shared * normed)).to(x.dtype)
+    return grad_x, (grad * normed).flatten(0, -2).sum(0).to(x.dtype)
 
 
 class SwiGLUFunction(torch.autograd.Function):

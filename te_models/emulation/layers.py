@@ -49,22 +49,20 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tenso
 
 
 class Linear(Fp8Module):
-    """Linear layer with weight [E, D], without bias; `factory_kwargs` are `params_dtype` and `device`."""
+    """Linear layer with weight [E, D], and bias [E] if `bias`; takes `params_dtype` and `device`."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, **factory_kwargs: Any):
         super().__init__()
         self.weight = parameter(out_features, in_features, **factory_kwargs)
+        self.register_parameter("bias", parameter(out_features, **factory_kwargs, fill=0.0) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         dtype, (gemm,) = activation_dtype(x), self.gemms(x)
-        return _linear(x.to(dtype), self.weight, None, dtype, gemm, None)
+        return _linear(x.to(dtype), self.weight, self.bias, dtype, gemm, None)
 
 
 class LayerNormLinear(Fp8Module):
-    """RMSNorm and a linear layer with weight [E, D], and bias [E] if `bias`: [..., D] -> [..., E].
-
-    With `return_layernorm_output` it also returns the output of the norm [..., D]. TE then casts that to FP8.
-    """
+    """RMSNorm and a linear layer with weight [E, D], and bias [E] if `bias`: [..., D] -> [..., E]."""
 
     def __init__(
         self,
@@ -77,18 +75,16 @@ class LayerNormLinear(Fp8Module):
         **factory_kwargs: Any,
     ):
         super().__init__()
-        self.eps, self.return_layernorm_output = eps, False
+        self.eps = eps
         self.layer_norm_weight = parameter(in_features, **factory_kwargs, fill=1.0)
         self.weight = parameter(out_features, in_features, **factory_kwargs)
         self.register_parameter("bias", parameter(out_features, **factory_kwargs, fill=0.0) if bias else None)
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Tensor:
         dtype, (gemm,) = activation_dtype(x), self.gemms(x)
-        casts_float32 = gemm.recipe.casts_float32 and not self.return_layernorm_output
-        cast_from = torch.float32 if casts_float32 else dtype
+        cast_from = torch.float32 if gemm.recipe.casts_float32 else dtype
         normed = RMSNormFunction.apply(x, self.layer_norm_weight, self.eps, dtype, cast_from)
-        out = _linear(normed, self.weight, self.bias, dtype, gemm, None)
-        return (out, normed) if self.return_layernorm_output else out
+        return _linear(normed, self.weight, self.bias, dtype, gemm, None)
 
 
 class LayerNormMLP(Fp8Module):

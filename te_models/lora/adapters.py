@@ -5,9 +5,9 @@ Face model holds its own. TE's modules compute several of Hugging Face's linear 
 module `q_proj`, `gate_proj`, ... for each, so that every adapter is one of peft's: `hf_adapters`.
 
 A layer keeps its class's GEMMs, FP8 casts and names of weights: `adapt_te` and `adapt_hf` only exchange its
-class for a subclass that adds the adapters' product to the output. It needs the GEMM's input, so TE returns
-the output of fused norms, which it casts to FP8 in a second pass, and the fused MLP becomes two modules.
-Adapters run in BF16.
+class for a subclass that adds the adapters' product to the output. It needs the GEMM's input, so norms and
+the MLP's GEMMs are not fused: norm and SwiGLU write BF16, which the GEMM casts to FP8 (`inputs`). Adapters
+run in BF16.
 
 T tokens, D input features, E output features, r rank, R rank times adapters of a GEMM, F feed-forward size.
 """
@@ -15,14 +15,15 @@ T tokens, D input features, E output features, r rank, R rank times adapters of 
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fp8_suite.te_models.emulation import gemm
+from fp8_suite.te_models.backend import Backend, te_module
+from fp8_suite.te_models.emulation.layers import activation_dtype
+from fp8_suite.te_models.lora.inputs import Norm, Plain, SwiGLU, kernels_of
 from fp8_suite.te_models.lora.settings import LoraConfig
 from torch import Tensor, nn
 
@@ -128,7 +129,7 @@ class _AddProduct(torch.autograd.Function):
 
 
 class _TEModule:
-    """Mixin of te.Linear and te.LayerNormLinear, native or emulated.
+    """Mixin of te.Linear, native or emulated, whose input may pass through a norm first.
 
     `sizes` are the output features of each of Hugging Face's linear layers in its weight. `arrange` maps
     their rows [E, R], one layer after the other, to the order of the weight's rows.
@@ -139,22 +140,29 @@ class _TEModule:
     in_place: bool  # the result of its GEMM is not kept for recomputation
     sizes: dict[str, int]
     arrange: Callable[[Tensor], Tensor]
+    backend: Backend
+    eps: float  # of the norm
 
     def forward(self, x: Tensor, *args: Any, inner: Tensor | None = None, **kwargs: Any) -> Any:
         """Run the layer; `inner` [..., R] is the product of x and all A, if it is known."""
-        out, rest = super().forward(x, *args, **kwargs), ()
-        if getattr(self, "return_layernorm_output", False):
-            out, x = out
-        elif isinstance(out, tuple):  # with a bias for the caller to add
-            out, *rest = out
         adapters = {name: getattr(self, name) for name in self.sizes if hasattr(self, name)}
-        scaling, dropout = self.lora.scaling, self.lora.lora_dropout * self.training
-        if dropout:
+        dropout, a, dtype = self.lora.lora_dropout * self.training, None, activation_dtype(x)
+        if inner is None:
+            a = torch.cat([module.lora_a for module in adapters.values()]).to(dtype)
+        fused_a = None if dropout else a
+        if hasattr(self, "layer_norm_weight"):
+            weight = self.layer_norm_weight.to(dtype)
+            x, inner = Norm.apply(x.to(dtype), weight, fused_a, self.eps, kernels_of(self.backend))
+        elif fused_a is not None:
+            x, inner = Plain.apply(x, fused_a)
+        out, rest = super().forward(x, *args, **kwargs), ()
+        if isinstance(out, tuple):  # with a bias for the caller to add
+            out, *rest = out
+        scaling = self.lora.scaling
+        if inner is None:
             generator = torch.Generator(x.device).manual_seed(self.seed)
             kept = torch.empty_like(x).bernoulli_(1 - dropout, generator=generator)
-            x, scaling = x * kept, scaling / (1 - dropout)
-        if inner is None:
-            inner = F.linear(x, torch.cat([module.lora_a for module in adapters.values()]))
+            inner, scaling = F.linear(x * kept, a), scaling / (1 - dropout)
         parts = [
             adapters[name].lora_b if name in adapters else x.new_zeros(size, 0)
             for name, size in self.sizes.items()
@@ -175,45 +183,23 @@ def draw_dropout(model: nn.Module) -> None:
 class LayerNormMLP(nn.Module):
     """te.LayerNormMLP in two modules, whose inputs adapters can read."""
 
-    def __init__(self, te: Any, hidden_size: int, ffn_hidden_size: int, *, eps: float, **factory_kwargs: Any):
+    def __init__(
+        self, backend: Backend, hidden_size: int, ffn_hidden_size: int, *, eps: float, **factory_kwargs: Any
+    ):
         super().__init__()
+        te, self.backend = te_module(backend), backend
         self.fc1 = te.LayerNormLinear(
             hidden_size, 2 * ffn_hidden_size, eps=eps, normalization="RMSNorm", bias=False, **factory_kwargs
         )
         self.fc2 = te.Linear(ffn_hidden_size, hidden_size, bias=False, **factory_kwargs)
-        self.is_native = te.__name__.startswith("transformer_engine")
-        self.kernels = importlib.import_module("transformer_engine_torch") if self.is_native else gemm
 
     def forward(self, x: Tensor, **arguments: Any) -> Any:
         hidden, a = self.fc1(x, **arguments), None  # [..., 2F]
         if isinstance(self.fc2, _TEModule) and not (self.training and self.fc2.lora.lora_dropout):
             a = self.fc2.down_proj.lora_a.to(hidden.dtype)
-        act, inner = _SwiGLU.apply(hidden, a, self.kernels)
+        act, inner = SwiGLU.apply(hidden, a, kernels_of(self.backend))
         out = self.fc2(act, **arguments) if inner is None else self.fc2(act, inner=inner, **arguments)
-        return (out, None) if self.is_native else out  # TE expects a bias
-
-
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of x [..., 2F] = gate, up; and its product [..., R] with A [R, F], if that is given.
-
-    Backward computes the first result again. An adapter would keep it, F values per token.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor | None, kernels: Any) -> tuple[Tensor, Tensor | None]:
-        ctx.save_for_backward(x, a)
-        ctx.kernels = kernels
-        act = kernels.swiglu(x, None).to(x.dtype)
-        return act, None if a is None else F.linear(act, a)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_inner: Tensor | None) -> tuple[Tensor | None, ...]:
-        (x, a), grad_a = ctx.saved_tensors, None
-        if a is not None:
-            inner = grad_inner.flatten(0, -2)  # [T, R]
-            grad_a = inner.t() @ ctx.kernels.swiglu(x, None).to(x.dtype).flatten(0, -2)
-            grad = torch.addmm(grad.flatten(0, -2), inner, a).view_as(grad)
-        return ctx.kernels.dswiglu(grad.contiguous(), x, None), grad_a, None
+        return (out, None) if self.backend == "native" else out  # TE expects a bias
 
 
 # Names of the parameters of `LayerNormMLP` -> those of te.LayerNormMLP, in a layer.
@@ -231,18 +217,24 @@ def base_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def adapt_te(
-    module: nn.Module,
+    layer: nn.Module,
+    path: str,
     sizes: dict[str, int],
     targets: dict[str, str],
     lora: LoraConfig,
     *,
+    backend: Backend,
     in_place: bool,
     arrange: Callable[[Tensor], Tensor],
 ) -> None:
-    """Add adapters to a te.Linear or te.LayerNormLinear; see `_TEModule`.
+    """Add adapters to the te.Linear or te.LayerNormLinear `path` of a layer; see `_TEModule`.
 
     `targets` are the Hugging Face names of a layer's adapted linear layers by their last part.
     """
+    module = layer.get_submodule(path)
+    if hasattr(module, "layer_norm_weight"):
+        module = _without_fused_norm(module, backend)
+        layer.set_submodule(path, module)
     for name in (name for name in sizes if name in targets):
         adapter = nn.Module()
         _register(adapter, lora.lora_rank, module.weight.shape[1], sizes[name], module.weight)
@@ -250,4 +242,18 @@ def adapt_te(
         module.add_module(name, adapter)
     module.__class__ = _with_mixin(_TEModule, type(module))
     module.lora, module.sizes, module.in_place, module.arrange = lora, sizes, in_place, arrange
-    module.return_layernorm_output = hasattr(module, "layer_norm_weight")
+    module.backend = backend
+
+
+def _without_fused_norm(module: nn.Module, backend: Backend) -> nn.Module:
+    """Return a te.Linear on the meta device with the parameters of a te.LayerNormLinear."""
+    weight, bias = module.weight, getattr(module, "bias", None)
+    linear = te_module(backend).Linear(
+        weight.shape[1],
+        weight.shape[0],
+        bias=bias is not None and bias.numel() > 0,
+        params_dtype=weight.dtype,
+        device="meta",
+    )
+    linear.layer_norm_weight, linear.eps = module.layer_norm_weight, module.eps
+    return linear
