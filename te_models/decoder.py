@@ -113,7 +113,7 @@ class TECausalLM(nn.Module):
         return layer
 
     def _add_adapters(self) -> None:
-        config, options, backend = self.config, self.options, self.options.te_backend
+        config, options, te = self.config, self.options, te_module(self.options.te_backend)
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         features = {name: out for name, (_, out) in projections(ModelShape.from_hf_config(config)).items()}
         rows = [features[name] for name in GEMMS["qkv"]]
@@ -133,7 +133,7 @@ class TECausalLM(nn.Module):
             if any(name.startswith(f"{prefix}mlp.") for name in targets.values()):
                 factory_kwargs = {"params_dtype": options.dtype, "device": "meta"}
                 layer.layernorm_mlp = LayerNormMLP(
-                    backend,
+                    te,
                     config.hidden_size,
                     config.intermediate_size,
                     eps=config.rms_norm_eps,
@@ -142,7 +142,7 @@ class TECausalLM(nn.Module):
             for result, (path, arrange) in modules.items():
                 sizes = {name: features[name] for name in GEMMS[result]}
                 if targets.keys() & sizes.keys():
-                    settings = {"backend": backend, "in_place": result not in KEPT.get(level, ())}
+                    settings = {"te": te, "in_place": result not in KEPT.get(level, ())}
                     adapt_te(layer, path, sizes, targets, options.lora, arrange=arrange, **settings)
         freeze_base(self)
 

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fp8_suite.te_models.backend import Backend, te_module
 from fp8_suite.te_models.emulation.layers import activation_dtype
-from fp8_suite.te_models.lora.inputs import Norm, Plain, SwiGLU, kernels_of
+from fp8_suite.te_models.lora.inputs import Kernels, Norm, Plain, SwiGLU, is_native, kernels_of
 from fp8_suite.te_models.lora.settings import LoraConfig
 from torch import Tensor, nn
 
@@ -140,7 +139,7 @@ class _TEModule:
     in_place: bool  # the result of its GEMM is not kept for recomputation
     sizes: dict[str, int]
     arrange: Callable[[Tensor], Tensor]
-    backend: Backend
+    kernels: Kernels
     eps: float  # of the norm
 
     def forward(self, x: Tensor, *args: Any, inner: Tensor | None = None, **kwargs: Any) -> Any:
@@ -152,7 +151,7 @@ class _TEModule:
         fused_a = None if dropout else a
         if hasattr(self, "layer_norm_weight"):
             weight = self.layer_norm_weight.to(dtype)
-            x, inner = Norm.apply(x.to(dtype), weight, fused_a, self.eps, kernels_of(self.backend))
+            x, inner = Norm.apply(x.to(dtype), weight, fused_a, self.eps, self.kernels)
         elif fused_a is not None:
             x, inner = Plain.apply(x, fused_a)
         out, rest = super().forward(x, *args, **kwargs), ()
@@ -183,11 +182,9 @@ def draw_dropout(model: nn.Module) -> None:
 class LayerNormMLP(nn.Module):
     """te.LayerNormMLP in two modules, whose inputs adapters can read."""
 
-    def __init__(
-        self, backend: Backend, hidden_size: int, ffn_hidden_size: int, *, eps: float, **factory_kwargs: Any
-    ):
+    def __init__(self, te: Any, hidden_size: int, ffn_hidden_size: int, *, eps: float, **factory_kwargs: Any):
         super().__init__()
-        te, self.backend = te_module(backend), backend
+        self.kernels, self.returns_bias = kernels_of(te), is_native(te)
         self.fc1 = te.LayerNormLinear(
             hidden_size, 2 * ffn_hidden_size, eps=eps, normalization="RMSNorm", bias=False, **factory_kwargs
         )
@@ -197,9 +194,9 @@ class LayerNormMLP(nn.Module):
         hidden, a = self.fc1(x, **arguments), None  # [..., 2F]
         if isinstance(self.fc2, _TEModule) and not (self.training and self.fc2.lora.lora_dropout):
             a = self.fc2.down_proj.lora_a.to(hidden.dtype)
-        act, inner = SwiGLU.apply(hidden, a, kernels_of(self.backend))
+        act, inner = SwiGLU.apply(hidden, a, self.kernels)
         out = self.fc2(act, **arguments) if inner is None else self.fc2(act, inner=inner, **arguments)
-        return (out, None) if self.backend == "native" else out  # TE expects a bias
+        return (out, None) if self.returns_bias else out
 
 
 # Names of the parameters of `LayerNormMLP` -> those of te.LayerNormMLP, in a layer.
@@ -223,17 +220,17 @@ def adapt_te(
     targets: dict[str, str],
     lora: LoraConfig,
     *,
-    backend: Backend,
+    te: Any,
     in_place: bool,
     arrange: Callable[[Tensor], Tensor],
 ) -> None:
-    """Add adapters to the te.Linear or te.LayerNormLinear `path` of a layer; see `_TEModule`.
+    """Add adapters to the Linear or LayerNormLinear `path` of a layer of `te`; see `_TEModule`.
 
     `targets` are the Hugging Face names of a layer's adapted linear layers by their last part.
     """
     module = layer.get_submodule(path)
     if hasattr(module, "layer_norm_weight"):
-        module = _without_fused_norm(module, backend)
+        module = _without_fused_norm(module, te)
         layer.set_submodule(path, module)
     for name in (name for name in sizes if name in targets):
         adapter = nn.Module()
@@ -242,13 +239,13 @@ def adapt_te(
         module.add_module(name, adapter)
     module.__class__ = _with_mixin(_TEModule, type(module))
     module.lora, module.sizes, module.in_place, module.arrange = lora, sizes, in_place, arrange
-    module.backend = backend
+    module.kernels = kernels_of(te)
 
 
-def _without_fused_norm(module: nn.Module, backend: Backend) -> nn.Module:
+def _without_fused_norm(module: nn.Module, te: Any) -> nn.Module:
     """Return a te.Linear on the meta device with the parameters of a te.LayerNormLinear."""
     weight, bias = module.weight, getattr(module, "bias", None)
-    linear = te_module(backend).Linear(
+    linear = te.Linear(
         weight.shape[1],
         weight.shape[0],
         bias=bias is not None and bias.numel() > 0,

@@ -16,9 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from fp8_suite.te_models.backend import Backend
 from fp8_suite.te_models.emulation import gemm
 from torch import Tensor
+
+
+def is_native(te: Any) -> bool:
+    """True for TE's module, False for its emulation."""
+    return te.__name__.startswith("transformer_engine")
 
 
 class Kernels(NamedTuple):
@@ -31,9 +35,9 @@ class Kernels(NamedTuple):
 
 
 @functools.cache
-def kernels_of(backend: Backend) -> Kernels:
-    """Return TE's kernels or their emulation."""
-    if backend == "emulated":
+def kernels_of(te: Any) -> Kernels:
+    """Return the kernels of TE's module or of its emulation."""
+    if not is_native(te):
         return Kernels(
             lambda x, weight, eps: gemm.rms_norm(x, weight, eps, x.dtype),
             lambda *arguments: gemm.rms_norm_backward(*arguments)[0],
