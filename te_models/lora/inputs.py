@@ -87,15 +87,15 @@ class Norm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         rows = x.reshape(-1, x.shape[-1])
         normed, inverse = kernels.norm(rows, weight, eps)
-        ctx.save_for_backward(rows, weight, inverse, normed, a)
         ctx.kernels, normed = kernels, normed.view_as(x)
+        ctx.save_for_backward(rows, weight, inverse, *(() if a is None else (normed, a)))
         return normed, _product(normed, a)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_inner: Tensor | None) -> tuple[Tensor | None, ...]:
-        (rows, weight, inverse, normed, a), grad_a = ctx.saved_tensors, None
-        if a is not None:
-            grad, grad_a = _add_gradient(grad, grad_inner, normed, a)
+        (rows, weight, inverse, *adapted), grad_a = ctx.saved_tensors, None
+        if adapted:
+            grad, grad_a = _add_gradient(grad, grad_inner, *adapted)
         grad_x = ctx.kernels.norm_backward(grad.reshape(rows.shape), rows, inverse, weight)
         return grad_x.view_as(grad), None, grad_a, None, None
 

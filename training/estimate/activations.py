@@ -39,17 +39,13 @@ def _adapter_inputs(setup: TrainingSetup) -> float:
 
     GEMMs with frozen weights save no input; adapters do, and their products with A. Dropout saves a masked
     copy and its mask instead. Attention saves its output, the second input, by itself. TE's layers compute
-    SwiGLU's result again (`te_models.lora.adapters`), but keep the norms' outputs as their GEMMs read them:
-    an FP8 copy, or in BF16 the tensor that the adapter reads too, before dropout.
+    SwiGLU's result again (`te_models.lora.inputs`).
     """
     cfg, drops = setup.cfg, setup.cfg.lora.lora_dropout > 0
     qkv, output, gate_up, down = (share * width for share, width, _ in setup.adapted_gemms)
     inner = cfg.lora.lora_rank * sum(setup.model.adapted.values()) / setup.model.shape.num_layers
     inputs = (1 + drops) * (qkv + gate_up) + 2 * drops * output + inner
-    if not cfg.model.use_te:
-        return inputs + (1 + drops) * down
-    fp8 = setup.fp8_layer_share * (setup.recipe != "bf16")
-    return inputs + 2 * drops * down + (0.5 * fp8 + drops * (1 - fp8)) * (qkv + gate_up)
+    return inputs + (2 * drops if cfg.model.use_te else 1 + drops) * down
 
 
 def _kept_widths(setup: TrainingSetup, level: str) -> list[int]:
