@@ -2,6 +2,7 @@
 
 import json
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -186,27 +187,36 @@ def test_memory_of_adapters_is_predicted(flags, tmp_path):
     assert summary["peak_memory_gb"] == pytest.approx(summary["predicted_memory_gb"], rel=0.05)
 
 
+@pytest.mark.gpu
+def test_adapters_of_two_ranks_on_one_gpu_are_those_of_one(tmp_path):
+    compare_sharded(tmp_path, 2, SHARE_GPU="1")
+
+
 @pytest.mark.multi_gpu
 def test_sharded_adapters_are_those_of_one_gpu(tmp_path):
     if GPUS < 2:
         pytest.skip("needs two GPUs")
-    lora = "--lora_rank 16 --no_export"
+    compare_sharded(tmp_path, GPUS)
+
+
+def compare_sharded(folder: Path, ranks: int, **variables: str) -> None:
+    """Train on one rank and on several in each mode; the losses must agree."""
     layers = {"te": "", "torchao": ""}
     modes = ["ddp", "fsdp_full", "fsdp_grad"]
 
     def command(mode: str, kind: str, gpus: int) -> str:
-        line = f"{flags(mode, 'current', gpus=gpus, accumulation=2)} {lora}"
+        line = f"{flags(mode, 'current', gpus=gpus, accumulation=2)} --lora_rank 16 --no_export"
         if kind == "torchao":
             line = line.replace("--use_te ", "").replace("--fp8_scenario current", "")
         return line
 
     one = {kind: command("ddp", kind, 1) for kind in layers}
     one["te-stored"] = f"{one['te']} --fp8_weights"
-    launch(tmp_path, one, 1)
-    runs = {f"{kind}-{mode}": command(mode, kind, GPUS) for kind in layers for mode in modes}
-    runs["te-stored-ddp"] = f"{command('ddp', 'te', GPUS)} --fp8_weights"
-    launch(tmp_path, runs, GPUS)
+    launch(folder, one, 1, **variables)
+    runs = {f"{kind}-{mode}": command(mode, kind, ranks) for kind in layers for mode in modes}
+    runs["te-stored-ddp"] = f"{command('ddp', 'te', ranks)} --fp8_weights"
+    launch(folder, runs, ranks, **variables)
     for name in runs:
         origin = name.rpartition("-")[0]
-        actual, expected = (logged(tmp_path / run, "train/loss") for run in (name, origin))
+        actual, expected = (logged(folder / run, "train/loss") for run in (name, origin))
         assert actual == pytest.approx(expected, rel=1e-2), name
