@@ -100,7 +100,7 @@ def _merged(prepared: PreparedRun, tensors: NamedTensors, adapters: Adapters) ->
     Frozen FP8 weights are rounded; in their place are those that they were quantized from, read again.
     """
     if prepared.cfg.precision.fp8_weights:
-        if prepared.strategy.rank != 0:  # reading files is no collective
+        if prepared.strategy.topology.rank != 0:  # reading files is no collective
             return iter(())
         device = prepared.strategy.device
         tensors = base_tensors(prepared.resolved.model, seed=prepared.cfg.optim.seed, device=device)
@@ -165,9 +165,9 @@ def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> 
         "num_layers": getattr(prepared.resolved.model.config.get_text_config(), "num_hidden_layers", None),
         "gpu_name": observers.environment.get("gpu_name"),
         "gpus": prepared.gpus,
-        "world_size": strategy.world_size,
+        "world_size": strategy.topology.world_size,
         "sharding_mode": strategy.mode,
-        "nodes": strategy.num_nodes,
+        "nodes": strategy.topology.nodes,
         "gpu_hours": progress.gpu_seconds / 3600,
         "node_hours": progress.node_seconds / 3600,
         "seconds_to_first_step": observers.environment.get("seconds_to_first_step"),

@@ -126,5 +126,5 @@ class StepGuard:
     def _error(self, message: str, flags: Sequence[str] = ()) -> NonFinite:
         error = NonFinite(message, flags=flags, exit_code=EXIT_FAILED)
         # Raised on all ranks, so the report names none.
-        error.ranks = dict.fromkeys(range(self.stack.strategy.world_size))
+        error.ranks = dict.fromkeys(range(self.stack.strategy.topology.world_size))
         return error

@@ -152,8 +152,8 @@ def open_environment(prepared: PreparedRun, loaders: Loaders, *, takes_steps: bo
         "optimizer": prepared.sizing.chosen.optimizer.describe(),
         "sharding_mode": strategy.mode,
         "fit": prepared.sizing.describe(),
-        "world_size": strategy.world_size,
-        "nodes": strategy.num_nodes,
+        "world_size": strategy.topology.world_size,
+        "nodes": strategy.topology.nodes,
         "hosts": sorted(set(ranks.gather(platform.node()))),
         "data": {  # includes the system prompt
             name: redacted(asdict(report)) if report else None
@@ -175,7 +175,7 @@ def open_logs(
     prepared.watchdog.starting("opening the logs")
     layers = "te" if cfg.model.use_te else "hf"
     emulated = ["emulated"] if precision.emulated else []
-    mode = [strategy.mode] if strategy.world_size > 1 else []
+    mode = [strategy.mode] if strategy.topology.world_size > 1 else []
     done = resume_step or 0
     tracker = build_tracker(
         cfg.log,
@@ -184,22 +184,22 @@ def open_logs(
         tags=[prepared.resolved.model.short_name, precision.effective, layers, *emulated, *mode],
         resume_step=resume_step,
         evaluates_again=done >= prepared.total_steps and evaluates,
-        enabled=strategy.rank == 0,
+        enabled=strategy.topology.rank == 0,
     )
     name = environment.get("gpu_name")
     peaks = {p: peak_tflops(name, p) if name else None for p in ("bf16", "fp8")}
     if name and not peaks["bf16"]:
         print_rank0(f"MFU is not reported: no peak rate is known for {name}")
-    rows = cfg.optim.batch_size * cfg.optim.gradient_accumulation_steps * strategy.world_size
+    rows = cfg.optim.batch_size * cfg.optim.gradient_accumulation_steps * strategy.topology.data_size
     meter = Meter(
         prepared.resolved.flops_shape,
-        strategy.world_size,
+        strategy.topology.world_size,
         peaks,
         emulated=precision.emulated,
         adapters=prepared.sizing.chosen.model.adapters,
         full_rows=rows,
     )
-    return Logs(tracker, Display(prepared.total_steps, done, enabled=strategy.rank == 0), meter)
+    return Logs(tracker, Display(prepared.total_steps, done, enabled=strategy.topology.rank == 0), meter)
 
 
 def _tune_garbage_collection() -> None:

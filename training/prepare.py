@@ -49,6 +49,7 @@ from fp8_suite.training.kernels import KernelInputs, enable_kernels
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.strategies import Strategy
+from fp8_suite.training.parallel.topology import Topology
 from fp8_suite.training.parallel.watchdog import DATA_SECONDS, Watchdog
 from fp8_suite.training.precision import fp8_stats, precision_map
 from fp8_suite.training.resolve import Resolved, resolve
@@ -82,7 +83,7 @@ class PreparedRun:
     @property
     def gpus(self) -> int:
         """Number of GPUs, over all ranks."""
-        return self.strategy.world_size if self.strategy.device.type == "cuda" else 0
+        return self.strategy.topology.world_size if self.strategy.device.type == "cuda" else 0
 
 
 def prepare(
@@ -101,19 +102,20 @@ def prepare(
     with discarded_if_refused(folder, is_new=is_new):
         check_shared(folder)
         resume = watchdog.run_on_rank0(
-            "looking for a checkpoint", lambda: _find_checkpoint(cfg, resolved, folder, checkpoints)
+            "looking for a checkpoint",
+            lambda: _find_checkpoint(cfg, resolved, folder, checkpoints, strategy.topology),
         )
         starts = cfg.optim.max_steps != 0 and not (resume and resume.same_run)
         size = checkpoint_bytes(sizing.chosen) if starts and cfg.checkpoint.save_checkpoints else 0.0
         ranks.run_on_rank0(checkpoints.delete_leftovers)
         ranks.run_on_rank0(lambda: check_space(folder, size))
         ranks.run_on_rank0(lambda: _record_settings(cfg, folder))  # loading the data may take hours
-        load = partial(_load_data, cfg, resolved, device, resumes=resume is not None)
+        load = partial(_load_data, cfg, resolved, strategy, resumes=resume is not None)
         tokenizer, loaders = _on_each_rank(watchdog, "loading the data", load, DATA_SECONDS)
         ranks.agree("the data", loaders.identity)
         if resolved.model.weights is None:
             resolved = replace(resolved, model=with_special_tokens(resolved.model, tokenizer))
-        total_steps, finished = _count_steps(cfg, folder, resume, loaders)
+        total_steps, finished = _count_steps(cfg, folder, resume, loaders, strategy.topology)
     if not finished:
         ranks.run_on_rank0(lambda: write_config(cfg, folder))
         ranks.run_on_rank0(lambda: warn_of_space(folder, size, cfg.checkpoint, total_steps))
@@ -180,7 +182,7 @@ def _open_folder(cfg: Config, resolved: Resolved, cleanup: ExitStack) -> tuple[P
 
 
 def _find_checkpoint(
-    cfg: Config, resolved: Resolved, folder: Path, checkpoints: Checkpoints
+    cfg: Config, resolved: Resolved, folder: Path, checkpoints: Checkpoints, topology: Topology
 ) -> ResumePoint | None:
     """Return the checkpoint to resume from, if any. UserError if it does not fit. Call on rank 0."""
     point, notice = find_resume_point(cfg.checkpoint.resume, checkpoints)
@@ -195,7 +197,7 @@ def _find_checkpoint(
         )
     if point:
         precision_map.check_resume(point.meta, resolved.precision)
-        if notice := check_resume(point, cfg, resolved.precision.effective, ranks.world_size()):
+        if notice := check_resume(point, cfg, resolved.precision.effective, topology.world_size):
             print_rank0(notice)
         check_base(point, frozen_base(cfg, resolved.model))
     return point
@@ -207,9 +209,7 @@ def _record_settings(cfg: Config, folder: Path) -> None:
         write_config(cfg, folder)
 
 
-def _load_data(
-    cfg: Config, resolved: Resolved, device: torch.device, *, resumes: bool
-) -> tuple[Any, Loaders]:
+def _load_data(cfg: Config, resolved: Resolved, strategy: Strategy, *, resumes: bool) -> tuple[Any, Loaders]:
     """Load the tokenizer, build the loaders, and print which columns and rows they use."""
     spec = resolved.model
     tokenizer = load_tokenizer(
@@ -227,9 +227,9 @@ def _load_data(
             eval_batch_size=cfg.optim.eval_batch_size or cfg.optim.batch_size,
             pad_multiple=resolved.precision.token_multiple,
             micro_batches_per_step=cfg.optim.gradient_accumulation_steps,
-            rank=ranks.rank(),
-            world_size=ranks.world_size(),
-            pin_memory=device.type == "cuda",
+            rank=strategy.topology.data_rank,
+            world_size=strategy.topology.data_size,
+            pin_memory=strategy.device.type == "cuda",
         ),
         seed=cfg.optim.seed,
         vocab_size=config.vocab_size,
@@ -251,7 +251,9 @@ def _load_data(
     return tokenizer, loaders
 
 
-def _count_steps(cfg: Config, folder: Path, resume: ResumePoint | None, loaders: Loaders) -> tuple[int, bool]:
+def _count_steps(
+    cfg: Config, folder: Path, resume: ResumePoint | None, loaders: Loaders, topology: Topology
+) -> tuple[int, bool]:
     """Return (total steps of the run, True if an earlier launch finished it). Collective.
 
     On resume, set `loaders.train` to the checkpoint's position.
@@ -268,7 +270,7 @@ def _count_steps(cfg: Config, folder: Path, resume: ResumePoint | None, loaders:
             )
         return total, False
     loaders.train.load_state_dict(resume.meta["loader"])
-    total = count_resumed_steps(cfg, resume.meta, loaders.train, ranks.world_size())
+    total = count_resumed_steps(cfg, resume.meta, loaders.train, topology.world_size)
     finished = ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, total))
     if total > resume.step and total != (saved := resume.meta["total_steps"]):
         print_rank0(f"the learning rate schedule now spans {total:,} steps (was {saved:,})")

@@ -75,4 +75,4 @@ def _same_training_config(prepared: PreparedRun) -> bool:
     meta = prepared.resume.meta
     ignored = [name for name, (section, *_) in all_settings().items() if section in ("checkpoint", "log")]
     same = not changed_settings(meta["config"], prepared.cfg, ignore=ignored)
-    return same and meta["world_size"] == prepared.strategy.world_size
+    return same and meta["world_size"] == prepared.strategy.topology.world_size

@@ -102,8 +102,8 @@ def run(
     prepared.watchdog.starting("building the model")
     with discarded_if_refused(prepared.folder, is_new=prepared.new_folder):
         assembly = assemble(prepared)
-        if ranks.world_size() > 1:
-            torch.manual_seed(prepared.cfg.optim.seed + ranks.rank())  # dropout must differ between ranks
+        if (topology := prepared.strategy.topology).world_size > 1:
+            torch.manual_seed(prepared.cfg.optim.seed + topology.rank)  # dropout must differ between ranks
         ranks.raise_process_group_timeouts()
         _report_model(prepared, assembly)
         state, scaling, evaluated = restore(prepared, loaders, assembly)
@@ -165,9 +165,9 @@ def _report_model(prepared: PreparedRun, assembly: Assembly) -> None:
     strategy, resolved = prepared.strategy, prepared.resolved
     layers = {"native": "Transformer Engine", "emulated": "emulated Transformer Engine"}
     where = str(strategy.device)
-    if strategy.world_size > 1:
-        nodes = f" on {strategy.num_nodes} nodes" if strategy.num_nodes > 1 else ""
-        where = f"{strategy.world_size} x {strategy.device.type}{nodes}, {strategy.mode}"
+    if (topology := strategy.topology).world_size > 1:
+        nodes = f" on {topology.nodes} nodes" if topology.nodes > 1 else ""
+        where = f"{topology.world_size} x {strategy.device.type}{nodes}, {strategy.mode}"
     kind = layers.get(resolved.precision.te_backend, "Hugging Face")
     print_rank0(
         f"{resolved.model.name}: {assembly.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"
@@ -234,7 +234,7 @@ def open_loop(
 
 
 def _open_wall_time(prepared: PreparedRun, progress: Progress, resume_step: int | None) -> WallTime:
-    gpus, nodes = prepared.gpus, prepared.strategy.num_nodes
+    gpus, nodes = prepared.gpus, prepared.strategy.topology.nodes
     wall_time = WallTime(prepared.folder, progress, prepared.started, gpus=gpus, nodes=nodes)
     if not replaces_finished_run(prepared.folder, resume_step):
         wall_time.restore()

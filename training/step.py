@@ -75,8 +75,8 @@ def train_step(
         with strategy.accumulating(stack.wrapped, first=i == 0, last=i == len(micro_batches) - 1):
             with stack.autocast():
                 micro_batch_loss, _ = stack.wrapped(**batch.inputs)  # summed over its label tokens
-            # Backward stays outside autocast. Ranks average gradients; world_size undoes that.
-            strategy.backward(stack.wrapped, micro_batch_loss * (strategy.world_size / divisor))
+            # Backward stays outside autocast. Ranks average gradients; sum_size undoes that.
+            strategy.backward(stack.wrapped, micro_batch_loss * (strategy.topology.sum_size / divisor))
         loss_sum += micro_batch_loss.detach()
     stop = torch.full((), float(stop_requested()), device=strategy.device)
     total_loss, stop = strategy.sum(torch.stack([loss_sum, stop])).unbind()
@@ -124,7 +124,7 @@ def evaluate(
     with stack.scaling.frozen():
         for i, batch in enumerate(chain([first], on_device)):
             stack.heartbeat("evaluating")
-            check_stop = strategy.world_size == 1 or i % SIGNAL_CHECK_INTERVAL == 0
+            check_stop = strategy.topology.world_size == 1 or i % SIGNAL_CHECK_INTERVAL == 0
             if check_stop and strategy.any(stop_requested()):
                 break
             with stack.autocast():

@@ -17,7 +17,6 @@ from fp8_suite.training.checkpoint.saver import CheckpointSaver
 from fp8_suite.training.checkpoint.settings import parse_save_interval
 from fp8_suite.training.config import Config
 from fp8_suite.training.guard import StepGuard
-from fp8_suite.training.parallel import ranks
 from fp8_suite.training.step import Stack, StepResult, evaluate, train_step
 from fp8_suite.training.tracking.display import Display
 from fp8_suite.training.tracking.meter import WARMUP_STEPS, Meter
@@ -59,7 +58,7 @@ class Trainer:
         self.total_steps = stack.total_steps
         self.first_step = self.progress.step + 1  # first step of this launch
         self._restored_tokens = self.progress.real_tokens
-        self.stop = StopFlag(announces=ranks.rank() == 0)
+        self.stop = StopFlag(announces=stack.strategy.topology.rank == 0)
         self.save_steps, self.save_seconds = parse_save_interval(cfg.checkpoint.save_interval)
         self.guard = StepGuard(cfg.optim, stack, self.progress, warn=logs.display.message)
         self.last_eval: tuple[int, dict[str, float]] = (-1, {})  # step and metrics
@@ -117,7 +116,7 @@ class Trainer:
         self._loader_state = self.loaders.train.state_dict()
         with self.wall_time.phase("data" if self.progress.step >= self.first_step else "start"):
             micro_batches = self.stop.wait_for(
-                lambda: list(islice(batches, size)), interruptible=strategy.world_size == 1
+                lambda: list(islice(batches, size)), interruptible=strategy.topology.world_size == 1
             )
             return [batch.to(strategy.device) for batch in micro_batches]
 
@@ -166,7 +165,7 @@ class Trainer:
             torch.cuda.empty_cache()
         if first or evaluates or saves:
             self.logs.meter.restart_clock()
-        if evaluates or saves or strategy.world_size == 1:
+        if evaluates or saves or strategy.topology.world_size == 1:
             return self._any_stop()
         return stop  # already reduced over ranks, together with the loss
 

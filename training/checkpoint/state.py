@@ -57,7 +57,7 @@ def saved_state(run: RunState, scaling: dict[str, Tensor]) -> tuple[dict[str, Te
         "evaluation": run.evaluation,
         "base": run.base,
         "optimizer_steps": optim.optimizer_steps(run.optimizer),
-        "world_size": run.strategy.world_size,
+        "world_size": run.strategy.topology.world_size,
     }
     tensors, _ = weights_and_optimizer(run.model, run.optimizer, run.strategy, run.cfg)
     tensors |= {f"fp8/{name}": tensor for name, tensor in scaling.items()}
@@ -65,7 +65,7 @@ def saved_state(run: RunState, scaling: dict[str, Tensor]) -> tuple[dict[str, Te
     for key, tensor in tensors.items():
         if key not in parameters and not key.startswith("optimizer/"):
             tensors[key] = tensor.clone()
-    return share_of_rank(tensors, run.strategy) | rng_state(run.strategy.rank), meta
+    return share_of_rank(tensors, run.strategy) | rng_state(run.strategy.topology.rank), meta
 
 
 def share_of_rank(tensors: dict[str, Tensor], strategy: Any) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ def share_of_rank(tensors: dict[str, Tensor], strategy: Any) -> dict[str, Tensor
     loads: dict[int, list[int]] = {}  # bytes assigned so far to each of N replicas
     share = {}
     for key, tensor in tensors.items():
-        replica, replicas = strategy.rank, strategy.world_size
+        replica, replicas = strategy.topology.rank, strategy.topology.world_size
         if isinstance(tensor, DTensor):
             replica, replicas = _replica(tensor)
         assigned = loads.setdefault(replicas, [0] * replicas)
@@ -106,7 +106,8 @@ def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> 
     tensors, copy_back = weights_and_optimizer(
         run.model, run.optimizer, run.strategy, run.cfg, weights_only=run.loader is None
     )
-    rng_tensors = {key: tensor for key, tensor in rng_state(run.strategy.rank).items() if key in shapes}
+    rng = rng_state(run.strategy.topology.rank)
+    rng_tensors = {key: tensor for key, tensor in rng.items() if key in shapes}
     saved_formats = parse_moment_dtype(meta["config"].get("moment_dtype", "fp32"))
     same = saved_formats == parse_moment_dtype(run.cfg.precision.moment_dtype)
     to_convert = {} if same else _moments_in(tensors)

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim.accumulation import FSDPMainGradAccumulator
-from fp8_suite.training.parallel import gradient_exchange, ranks
+from fp8_suite.training.parallel import gradient_exchange
 from fp8_suite.training.parallel.settings import MODES
 from fp8_suite.training.parallel.strategies import Strategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
@@ -28,14 +27,7 @@ class FSDP(Strategy):
     def __init__(self, mode: str, device: torch.device, cfg: Config):
         super().__init__(mode, device, cfg)
         self.gathers_once, self.gathers_fp8 = MODES[mode].gathers_once, cfg.sharding.fp8_all_gather
-        size, local_size = self.world_size, ranks.local_rank_and_size()[1]
-        if MODES[mode].in_groups:
-            size = ranks.run_on_rank0(lambda: cfg.sharding.shard_size(self.world_size, local_size))
-        if size == self.world_size:
-            self.mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-        else:
-            shape = (self.world_size // size, size)
-            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        self.mesh = self.topology.fsdp_mesh(device.type)
 
     def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
         self._check_dtypes(model, parameter_dtype)
@@ -46,7 +38,7 @@ class FSDP(Strategy):
             and reduce_dtype == torch.float32
             and not self.accumulates
             and self.mesh.ndim == 1
-            and gradient_exchange.within_a_node(self.world_size)
+            and gradient_exchange.within_a_node(self.topology.world_size)
         )
         if custom_reduce_scatter:
             reduce_dtype = compute_dtype

@@ -26,7 +26,8 @@ from fp8_suite.training.optim.accumulation import FSDPMainGradAccumulator, MainG
 from fp8_suite.training.optim.adamw import MasterAdamW, local
 from fp8_suite.training.optim.loss_scale import LossScale
 from fp8_suite.training.optim.optimizer import step_if
-from fp8_suite.training.parallel import gradient_exchange, ranks
+from fp8_suite.training.parallel import gradient_exchange
+from fp8_suite.training.parallel.topology import build_topology
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -52,7 +53,7 @@ class Strategy:
         self.mode, self.device = mode, device
         self.accumulates = cfg.optim.gradient_accumulation_steps > 1  # a step has several micro-batches
         self.reduce_dtype = cfg.sharding.grad_reduce_dtype  # fp32, bf16 or fp8
-        self.rank, self.world_size, self.num_nodes = ranks.rank(), ranks.world_size(), ranks.num_nodes()
+        self.topology = build_topology(cfg.sharding, mode)
         self.gradient_sums: MainGradAccumulator | FSDPMainGradAccumulator | None = None
         self.loss_scale = LossScale(device) if cfg.precision.mixed_precision == "fp16" else None
 
@@ -98,7 +99,7 @@ class Strategy:
     def backward(self, model: nn.Module, loss: Tensor) -> None:
         # In autograd's own thread, backward launches kernels up to 5 % slower (7B, 4 x 1,024 tokens, H200).
         # With several ranks that was not measured.
-        with torch.autograd.set_multithreading_enabled(self.world_size > 1):
+        with torch.autograd.set_multithreading_enabled(self.topology.world_size > 1):
             (loss * self.loss_scale.value if self.loss_scale else loss).backward()
 
     def step(
@@ -147,12 +148,12 @@ class Strategy:
 
     def any(self, flag: bool) -> bool:
         """Return True on every rank if the flag is set on any rank."""
-        if self.world_size == 1:
+        if self.topology.world_size == 1:
             return flag
         return bool(self.max(torch.tensor(float(flag), device=self.device)))
 
     def _all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
-        if self.world_size == 1:
+        if self.topology.world_size == 1:
             return tensor
         reduced = tensor.clone()
         dist.all_reduce(reduced, op=operation)
@@ -199,7 +200,7 @@ class DDP(Strategy):
         if self.sends_fp8:
             return gradient_exchange.all_to_all_hook(self.device, fp8=True)
         if has_low_precision and self.sum_dtype == torch.float32:
-            if self.device.type == "cuda" and gradient_exchange.within_a_node(self.world_size):
+            if self.device.type == "cuda" and gradient_exchange.within_a_node(self.topology.world_size):
                 return gradient_exchange.all_to_all_hook(self.device, fp8=False)
             return gradient_exchange.all_reduce_hook(torch.float32)
         if self.sum_dtype == torch.bfloat16 and not has_low_precision:

@@ -51,8 +51,8 @@ class Zero(Strategy):
     def __init__(self, mode: str, device: torch.device, cfg: Config):
         super().__init__(mode, device, cfg)
         path = cfg.sharding.deepspeed_config or CONFIGS[mode]
-        merged = ranks.run_on_all_ranks(lambda: merge_settings(path, cfg, self.world_size))
-        self.settings = merged[self.rank]
+        merged = ranks.run_on_all_ranks(lambda: merge_settings(path, cfg, self.topology.world_size))
+        self.settings = merged[self.topology.rank]
         ranks.agree(f"the settings of --deepspeed_config {path}", self.settings)
         zero = self.settings["zero_optimization"]
         self.stage = zero["stage"]
@@ -62,7 +62,7 @@ class Zero(Strategy):
         # ZeRO 3 frees a layer's weights after each forward pass, also a recomputed one. Hooks in the graph of
         # that pass gather them again for backward, and only the reentrant variant runs backward through it.
         self.reentrant = self.stage == 3
-        self.mesh = init_device_mesh("cpu", (self.world_size,))  # for DTensors of checkpoints
+        self.mesh = init_device_mesh("cpu", (self.topology.world_size,))  # for DTensors of checkpoints
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Return the engine. DeepSpeed replaces the parameters of `optimizer` by flat FP32 partitions."""
@@ -163,7 +163,7 @@ class Zero(Strategy):
         zero = self.engine.optimizer
         if self.stage == 3:
             group, offset, size = zero.grad_position[zero.get_param_id(parameter)]
-            start = size * self.rank
+            start = size * self.topology.rank
             size = min(size, parameter.ds_numel - start)  # without the padding of the last ranks
             flat = zero.fp32_partitioned_groups_flat[group]
             return Fragment(flat, offset, start, size) if size > 0 else None
@@ -192,7 +192,8 @@ class Zero(Strategy):
         """Write the rows of all ranks to the master weights or to a moment. Collective."""
         fragment, shape = self._fragment(parameter), _shape(parameter)
         start = self._row_range(shape)[0] * shape[1:].numel()
-        piece = (start, rows.flatten()) if shape or self.rank == 0 else None  # every rank has a whole scalar
+        has_piece = shape or self.topology.rank == 0  # every rank has a whole scalar
+        piece = (start, rows.flatten()) if has_piece else None
         full = self._assemble(shape.numel(), piece)
         if fragment:
             self._values(fragment, key).copy_(full.narrow(0, fragment.start, fragment.size))
@@ -201,8 +202,9 @@ class Zero(Strategy):
         """Return this rank's range of dim 0, split as by torch.chunk. It may be empty."""
         if not shape:
             return 0, 1
-        size = -(-shape[0] // self.world_size)
-        return min(size * self.rank, shape[0]), min(size * (self.rank + 1), shape[0])
+        size = -(-shape[0] // self.topology.world_size)
+        rank = self.topology.rank
+        return min(size * rank, shape[0]), min(size * (rank + 1), shape[0])
 
     def _assemble(self, numel: int, piece: tuple[int, Tensor] | None) -> Tensor:
         """Return a flat FP32 tensor from the disjoint pieces of all ranks: (first index, FP32 values)."""
@@ -211,7 +213,7 @@ class Zero(Strategy):
             start, values = piece
             bits[start : start + values.numel()] = values.contiguous().view(torch.int32).to(self.device)
         # Integer sums keep every bit. An FP32 sum would turn -0.0 into 0.0.
-        if self.world_size > 1:
+        if self.topology.world_size > 1:
             dist.all_reduce(bits)
         return bits.view(torch.float32)
 

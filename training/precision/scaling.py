@@ -78,7 +78,7 @@ class DelayedScalingState(Scaling):
                 strategy.discard(wrapped, self.optimizer)
         # Ranks share their scales, so all use the mean number of tokens.
         tokens = strategy.sum(torch.tensor(float(batch.label_tokens), device=strategy.device)).item()
-        scale_gradients(self.model, 1 / max(1, tokens / strategy.world_size * self.micro_batches))
+        scale_gradients(self.model, 1 / max(1, tokens / strategy.topology.sum_size * self.micro_batches))
 
     def frozen(self) -> AbstractContextManager:
         return frozen_scaling(self.model)

@@ -267,12 +267,12 @@ def error_of_sums(mode: str, dtype: str, micro_batches: int, rank: int = 0) -> f
     strategy.shard(model, parameter_dtype=torch.bfloat16, compute_dtype=torch.bfloat16)
     wrapped = strategy.wrap(model, build_optimizer(model, OptimConfig(), FUSED))
     exact = [torch.zeros(16, 16, dtype=torch.float64) for _ in plain.parameters()]
-    batches = [batches_of(r, micro_batches) for r in range(strategy.world_size)]
+    batches = [batches_of(r, micro_batches) for r in range(strategy.topology.sum_size)]
     for x in chain.from_iterable(batches):
         plain.zero_grad()
         plain(x).float().square().sum().backward()
         for total, parameter in zip(exact, plain.parameters(), strict=True):
-            total += parameter.grad.double() / strategy.world_size
+            total += parameter.grad.double() / strategy.topology.sum_size
     for i, x in enumerate(batches[rank]):
         with strategy.accumulating(wrapped, first=i == 0, last=i == micro_batches - 1):
             strategy.backward(wrapped, wrapped(x).float().square().sum())

@@ -156,8 +156,8 @@ class Run:
         self.model = Tiny(DTYPES[dtype], seed)
         self.optimizer = build_adamw(self.model)
         self.engine = self.zero.wrap(self.model, self.optimizer)
-        world = self.zero.world_size
-        self.ranks = [self.zero.rank] if world == RANKS else list(range(RANKS))
+        world = self.zero.topology.world_size
+        self.ranks = [self.zero.topology.rank] if world == RANKS else list(range(RANKS))
 
     def backward(self, step: int, spoil: float = 1.0, *, finish: bool = True) -> float:
         total, batches = 0.0, micro_batches(step, self.ranks)
@@ -167,7 +167,7 @@ class Run:
                 out = self.engine(ids=ids, labels=labels)
                 assert isinstance(out, TokenLoss)
                 loss = out.loss * (spoil / label_tokens(step))
-                self.zero.backward(self.engine, loss * self.zero.world_size)
+                self.zero.backward(self.engine, loss * self.zero.topology.world_size)
             total += loss.item()
         return self.zero.sum(torch.tensor(total)).item()
 
@@ -271,8 +271,8 @@ def train(folder: Path, mode: str, dtype: str) -> None:
         if dtype == "bf16":
             master = adamw.merge_master(master, local(end[f"optimizer/{name}.master_param"]))
         rows = -(-len(weight) // RANKS)
-        assert torch.equal(weight[rows * run.zero.rank :][:rows], master.to(weight.dtype))
-    if run.zero.rank == 0:
+        assert torch.equal(weight[rows * run.zero.topology.rank :][:rows], master.to(weight.dtype))
+    if run.zero.topology.rank == 0:
         (folder / "log.json").write_text(json.dumps(log))
 
     run = Run(mode, dtype)
@@ -289,9 +289,9 @@ def train(folder: Path, mode: str, dtype: str) -> None:
         assert outcome.applied and [loss, outcome.grad_norm.item()] == list(log[step])
         before, weights_before = run.state(), run.weights()
         for spoil in (float("nan"), float("inf")):  # of one rank
-            _, outcome = run.step(7, spoil=spoil if run.zero.rank == 1 else 1.0)
+            _, outcome = run.step(7, spoil=spoil if run.zero.topology.rank == 1 else 1.0)
             assert not outcome.applied and not outcome.grad_norm.isfinite()
-        _, outcome = run.step(8, usable=run.zero.rank != 1)
+        _, outcome = run.step(8, usable=run.zero.topology.rank != 1)
         assert not outcome.applied
         run.evaluate()
         run.backward(5)
@@ -361,7 +361,7 @@ def carry(folder: Path, name: str, mode: str) -> None:
         steps = optim.optimizer_steps(run.optimizer)
         loss, outcome = run.step(steps)
         run.save(Checkpoints(place / mode, keep_last=9), steps + 1)
-        if run.zero.rank == 0:
+        if run.zero.topology.rank == 0:
             (place / f"{mode}.json").write_text(json.dumps([loss, outcome.grad_norm.item()]))
 
 
