@@ -68,10 +68,12 @@ def build_te(spec: ModelSpec, options: BuildOptions) -> TECausalLM:
 
 def build_hf(spec: ModelSpec, options: BuildOptions) -> HFCausalLM:
     """Build transformers' implementation; shard it on the meta device if its weights can be streamed."""
-    source = _streamed_source(spec, options) if options.shard or spec.quantization else None
-    if source:
+    source = inner = None
+    if options.shard or spec.quantization:
         with parameters_on_meta():
             inner = from_config(spec, options.dtype)
+        source = _streamed_source(spec, options, inner)
+    if source:
         model = _wrap(inner, spec, options)
         materialize(inner, options.device)
         base = {name: p for name, p in inner.named_parameters() if not is_adapter(name)}
@@ -165,15 +167,15 @@ def _from_files(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _streamed_source(spec: ModelSpec, options: BuildOptions) -> WeightSource | None:
-    """Return a source whose tensors map 1:1 to parameters, so that each rank can stream its shards.
+def _streamed_source(spec: ModelSpec, options: BuildOptions, model: nn.Module) -> WeightSource | None:
+    """Return a source whose tensors map 1:1 to the model's parameters, so each rank can stream its shards.
 
     Return None if only transformers can load the model: it renames, merges or scales tensors on loading, or
     the files contain buffers.
     """
     if not (weight_files(spec.weights) if spec.weights else spec.is_known_family):
         return None
-    source, model = weight_source(spec, seed=options.seed, device=options.device), on_meta(spec)
+    source = weight_source(spec, seed=options.seed, device=options.device)
     tied, parameters = tied_names(model), parameter_shapes(model)
     stored = {name: shape for name, shape in source.shapes().items() if name not in tied}
     return source if stored == parameters and set(model.state_dict()) - tied == parameters.keys() else None

@@ -228,8 +228,10 @@ def parameters_on_meta() -> AbstractContextManager[None]:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate uninitialized storage for parameters on the meta device, and tie weights again."""
+    """Allocate uninitialized storage for parameters on the meta device, move buffers, and tie weights."""
     for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
                 empty = torch.empty_like(parameter, device=device)

@@ -276,22 +276,29 @@ def _fill(
         target = parameter.to_local()
         start = _first_row(parameter)
         numbers = numbers[start : start + target.shape[0]]
-    # One read per run of consecutive rows.
-    breaks = (numbers.diff() != 1).nonzero().flatten().add(1).tolist()
-    done = 0
-    for run in numbers.tensor_split(breaks):
-        if not len(run):
-            continue  # this rank holds no rows
-        first, rows = int(run[0]), len(run)
-        begin, key = first & ((1 << ROW_BITS) - 1), owners[first >> ROW_BITS]
-        values = source.rows(key, begin, begin + rows)
-        if split and parameter.requires_grad and key in source.fp8:
+    indices = numbers >> ROW_BITS
+    for index in sorted(set(indices.unique_consecutive().tolist())):
+        # Consecutive in the source, as `fuse_qkv` and torch.cat keep the order of a tensor's rows.
+        positions = (indices == index).nonzero().flatten()
+        begin, end = (int(numbers[positions[i]]) - (index << ROW_BITS) for i in (0, -1))
+        values = source.rows(owners[index], begin, end + 1)
+        if split and parameter.requires_grad and owners[index] in source.fp8:
             values, low = split(values)
             if not hasattr(parameter, "low_half"):
                 parameter.low_half = torch.zeros(target.shape, dtype=torch.int16, device=target.device)
-            parameter.low_half[done : done + rows].copy_(low)
-        target[done : done + rows].copy_(values)
-        done += rows
+            _copy_rows(parameter.low_half, positions, low)
+        _copy_rows(target, positions, values)
+
+
+def _copy_rows(target: Tensor, positions: Tensor, values: Tensor) -> None:
+    """Copy values [n, ...] to the ascending rows `positions` [n] of `target`, on a GPU without waiting."""
+    assert len(values) == len(positions)
+    first, last = positions[0].item(), positions[-1].item()
+    if last - first + 1 == len(positions):
+        target[first : last + 1].copy_(values, non_blocking=target.is_cuda)
+    else:
+        values = values.to(target.device, non_blocking=target.is_cuda).to(target.dtype)
+        target.index_copy_(0, positions.to(target.device, non_blocking=target.is_cuda), values)
 
 
 def _first_row(parameter: DTensor) -> int:

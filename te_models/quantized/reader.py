@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from fp8_suite.core.errors import UserError, bad_setting
 from torch import Tensor
 
@@ -51,9 +50,13 @@ def dequantize(values: Tensor, scales: Tensor, block: Block, *, first_row: int =
     """
     rows, columns = values.shape
     height, width = block[0] or first_row + rows, block[1] or columns
-    numbers = torch.arange(first_row, first_row + rows) // height
-    scales = scales.float()[numbers].to(values.device)  # [n, ceil(columns / width)]
-    return values.float().mul_(scales.repeat_interleave(width, 1)[:, :columns])
+    skipped, whole = first_row // height, columns // width
+    scales = scales[skipped : (first_row + rows - 1) // height + 1].to(values.device, non_blocking=True)
+    scales = scales.float().repeat_interleave(height, 0)[first_row - skipped * height :][:rows]
+    product = values.float()
+    product[:, : whole * width].unflatten(1, (whole, width)).mul_(scales[:, :whole, None])
+    product[:, whole * width :].mul_(scales[:, whole:])  # the last blocks, if cut off
+    return product
 
 
 class QuantizedReader:
@@ -108,4 +111,5 @@ class QuantizedReader:
     def rows(self, key: str, start: int, stop: int, device: Any) -> Tensor:
         """Return rows start to stop of an FP8 tensor, dequantized on `device`."""
         scales, block = self.scales[key]
-        return dequantize(self._tensors[key][start:stop].to(device), scales, block, first_row=start)
+        values = self._tensors[key][start:stop].to(device, non_blocking=True)
+        return dequantize(values, scales, block, first_row=start)

@@ -11,7 +11,7 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.data.demo import TOKENIZER_DIR
 from fp8_suite.te_models.build import _streamed_source, build_model, export_tensors
 from fp8_suite.te_models.options import BuildOptions
-from fp8_suite.te_models.spec import ModelSpec, count_parameters, find_model
+from fp8_suite.te_models.spec import ModelSpec, count_parameters, find_model, on_meta
 from fp8_suite.training.export.generate import generate_answers, generation_config
 from fp8_suite.training.export.write import export_hf
 from safetensors.torch import load_file, save_file
@@ -106,6 +106,6 @@ def test_weights_are_streamed_only_if_files_contain_exactly_the_parameters(extra
     config = LlamaConfig(**TINY)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     spec, file = ModelSpec("m", config, tmp_path), tmp_path / "model.safetensors"
-    assert _streamed_source(spec, OPTIONS) is not None
+    assert _streamed_source(spec, OPTIONS, on_meta(spec)) is not None
     save_file(load_file(file) | {extra: torch.ones(2)}, file, metadata={"format": "pt"})
-    assert (_streamed_source(spec, OPTIONS) is not None) == streamed
+    assert (_streamed_source(spec, OPTIONS, on_meta(spec)) is not None) == streamed

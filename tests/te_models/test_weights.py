@@ -281,17 +281,19 @@ def test_damaged_or_executable_pickle_is_refused(content, tmp_path):
 
 
 class Counted(WeightSource):
-    """Source that counts the reads of each row."""
+    """Source that counts its reads of each tensor and row."""
 
     def __init__(self, source: WeightSource):
         self.source = source
         self.reads = {key: torch.zeros(shape[0]) for key, shape in source.shapes().items()}
+        self.calls = dict.fromkeys(self.reads, 0)
 
     def shapes(self) -> dict[str, torch.Size]:
         return self.source.shapes()
 
     def rows(self, key: str, start: int, stop: int) -> torch.Tensor:
         self.reads[key][start:stop] += 1
+        self.calls[key] += 1
         return self.source.rows(key, start, stop)
 
 
@@ -311,7 +313,7 @@ def load_shards(rank: int, folder: Path) -> None:
         assert gathered.keys() == expected.keys()
         assert all(torch.equal(gathered[key], tensor) for key, tensor in expected.items())
         for key, reads in source.reads.items():
-            assert reads.max() <= 1
+            assert source.calls[key] <= 1 and reads.max() <= 1
             dist.all_reduce(reads)
             copies = shape[0] if len(shape) > 1 else 1
             assert reads.eq(copies).all(), f"{key}: each row is read only by the ranks that hold it"
