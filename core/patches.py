@@ -103,6 +103,12 @@ PARAMETERS_ON_META = Patch(
     during="building a Hugging Face model, by `te_models.hugging_face.parameters_on_meta`",
     tested_by="tests/te_models/test_hugging_face.py",
 )
+PEFT_ON_TE = Patch(
+    ("peft.tuners.lora.model:dispatch_transformer_engine",),
+    why="peft takes a TE module for a target if only its parameters are, and adds an adapter to its output",
+    during="the process, by `te_models.library.build`",
+    tested_by="tests/te_models/test_library.py",
+)
 BF16_MATMUL_ON_CPU = Patch(
     ("torch.backends.mkldnn.matmul:fp32_precision",),
     why='"bf16" multiplies FP8 and BF16 values, which are exact in BF16, several times as fast',

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 from fp8_suite.core.errors import UserError
+from fp8_suite.core.packages import version
+from fp8_suite.core.patches import PEFT_ON_TE
 from fp8_suite.core.recipes import TE_RECIPES
 from fp8_suite.te_models.build import build_te
 from fp8_suite.te_models.families import head_dim
@@ -23,6 +26,7 @@ from fp8_suite.training.precision.recipes import resolve_precision
 from torch import nn
 
 ATTENTION = ExitStack()  # TE's choice of attention, until the next model is built
+PEFT = ExitStack()  # peft's choice of adapters, likewise
 MAX_POSITIONS = 2048  # length of the first RoPE tables, which grow with the longest row
 
 
@@ -66,6 +70,7 @@ def _build(
     device = torch.device("cpu")
     if precision.te_backend == "native":
         _choose_attention(spec.config)
+        adapt_parameters_by_peft()
         device = torch.device("cuda", torch.cuda.current_device())
     build_options = BuildOptions(
         te_backend=precision.te_backend,
@@ -86,3 +91,17 @@ def _choose_attention(config: Any) -> None:
     sizes = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
     reason = flash_attention.why_not(sizes[2]) or flash_attention.self_test_te(*sizes, packed=True)
     ATTENTION.enter_context(flash_attention.disabled_in_te() if reason else flash_attention.enabled_in_te())
+
+
+def adapt_parameters_by_peft() -> None:
+    """Make peft, if installed, adapt the parameters of native TE modules that `target_parameters` names."""
+    PEFT.close()
+    if version("peft"):
+
+        def parameters_apart(dispatch: Callable) -> Callable:
+            def dispatch_modules(*target: Any, parameter_name: str | None = None, **options: Any) -> Any:
+                return None if parameter_name else dispatch(*target, **options)
+
+            return dispatch_modules
+
+        PEFT.enter_context(PEFT_ON_TE.on(parameters_apart))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.packages import ROOT
 from fp8_suite.data.tokenizer import load_tokenizer
+from fp8_suite.te_models.backend import te_module
 from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.kernels import flash_attention
 from fp8_suite.te_models.library import build
@@ -338,8 +339,16 @@ def test_accelerate_trains_and_resumes(tmp_path):
     assert losses["resumed"] == losses["whole"][1:]
 
 
-def test_peft_adapts_the_weights_of_te_layers_by_parameter(tmp_path):
+@pytest.mark.parametrize("as_native", [False, True])
+def test_peft_adapts_the_weights_of_te_layers_by_parameter(as_native, tmp_path, monkeypatch):
+    if as_native:  # peft takes the emulated modules for TE's, as it does if TE is installed
+        dispatch = pytest.importorskip("peft.tuners.lora.te")
+        monkeypatch.setattr(dispatch, "is_te_pytorch_available", lambda: True)
+        emulated = SimpleNamespace(pytorch=te_module("emulated"))
+        monkeypatch.setattr(dispatch, "te", emulated, raising=False)
+        build.adapt_parameters_by_peft()
     train_peft(tmp_path)
+    build.PEFT.close()
 
 
 def train_peft(tmp_path) -> None:
