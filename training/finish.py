@@ -66,6 +66,8 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
             print_rank0(quantizer.describe(kv_heads))
     if adapters:
         print_rank0(f"adapter for peft: {ranks.run_on_rank0(lambda: _write_adapter(prepared, adapters))}")
+        if prepared.resolved.model.weights is None:
+            print_rank0(f"WARNING: its base, the random weights of this run, is in no file; use {folder}")
 
 
 def _write(prepared: PreparedRun, tensors: NamedTensors, name: str, quantizer: Quantizer | None) -> Path:

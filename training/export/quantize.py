@@ -39,11 +39,16 @@ def quantize_export(source: str, folder: Path, form: Form) -> str:
             require_finite(name, tensor)
             yield name, tensor
 
-    with replacing_export(folder) as partial:
+    def quantized() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in quantizer.quantize(read()):
+            dequantized = name in weights.fp8 and tensor.dtype == torch.float32  # and does not fit the form
+            yield name, tensor.bfloat16() if dequantized else tensor
+
+    with replacing_export(folder, listed=False) as partial:
         for path in (path for pattern in COPIED for path in spec.weights.glob(pattern)):
             if path.name not in (INDEX, MODELOPT_FILE):
                 shutil.copy(path, partial)
-        write_shards(partial, quantizer.quantize(read()))
+        write_shards(partial, quantized())
         config = read_json(partial / "config.json") | {"quantization_config": quantizer.config}
         write_json(partial / "config.json", config)
     return quantizer.describe(config.get("num_key_value_heads"))

@@ -76,8 +76,11 @@ def export_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, A
 
 
 @contextmanager
-def replacing_export(folder: Path) -> Iterator[Path]:
-    """Yield a new, empty folder that becomes `folder` if the block succeeds; see `export_hf`."""
+def replacing_export(folder: Path, *, listed: bool = True) -> Iterator[Path]:
+    """Yield a new, empty folder that becomes `folder` if the block succeeds; see `export_hf`.
+
+    Only an export whose files are `listed` in <folder>.json can be replaced.
+    """
     partial = hidden(folder, "partial")
     try:
         recover(folder)
@@ -85,7 +88,7 @@ def replacing_export(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        _publish_export(folder, partial)
+        _publish_export(folder, partial, listed=listed)
     except OSError as error:
         kept = "an earlier export is intact; " if folder.exists() else ""
         remedy = f"{kept}{write_remedy(error)}, or use a folder on another disk"
@@ -119,7 +122,7 @@ def _exported_files(folder: Path) -> set[str]:
     return set(read_record(_file_list_path(folder)).get("files", ()))
 
 
-def _publish_export(folder: Path, partial: Path) -> None:
+def _publish_export(folder: Path, partial: Path, *, listed: bool) -> None:
     """Copy the user's files in `folder` to the new export, then publish it durably."""
     for path in (*partial.iterdir(), partial):
         sync_to_disk(path)
@@ -130,7 +133,8 @@ def _publish_export(folder: Path, partial: Path) -> None:
             return exported if Path(directory) == folder else set()
 
         shutil.copytree(folder, partial, symlinks=True, ignore=skip_exported, dirs_exist_ok=True)
-    write_json(_file_list_path(folder), {"files": sorted(exported)})
+    if listed:
+        write_json(_file_list_path(folder), {"files": sorted(exported)})
     publish(partial, folder)
 
 

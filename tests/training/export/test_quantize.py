@@ -103,10 +103,15 @@ def test_an_export_in_fp8_is_quantized_again_to_the_same_values(form, tmp_path):
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_weights_whose_sizes_do_not_fit_stay_in_bf16(tmp_path, capsys):
-    model = build(intermediate_size=192)
-    assert main([str(export_of(tmp_path / "export", model)), str(tmp_path / "fp8")]) == 0
+@pytest.mark.parametrize("source_form", ["bf16", "channel"])
+def test_weights_whose_sizes_do_not_fit_are_in_bf16(source_form, tmp_path, capsys):
+    source = export_of(tmp_path / "export", build(intermediate_size=192))
+    if source_form == "channel":
+        assert main([str(source), str(tmp_path / "channel"), "--form", "channel"]) == 0
+        source = tmp_path / "channel"
+    assert main([str(source), str(tmp_path / "fp8")]) == 0
     assert "12 linear weights are in FP8" in capsys.readouterr().out
+    assert not (tmp_path / "fp8.json").exists()
     assert {t.dtype for n, t in tensors_of(tmp_path / "fp8").items() if "mlp" in n} == {torch.bfloat16}
     kept = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
     assert "model.layers.1.mlp.down_proj" in kept["modules_to_not_convert"]
