@@ -60,13 +60,13 @@ _RECOMPUTED = "each pass of a recomputed layer, by `te_models.recompute.layers`"
 FLASH_ATTENTION_4_ON = Patch(
     ("os.environ:NVTE_FUSED_ATTN", "os.environ:NVTE_FLASH_ATTN_V3"),
     why='"0" makes TE use FlashAttention 4, the fastest attention on Hopper, instead of cuDNN',
-    during=f"{_RUN}; or the process, by `te_models.library.build`",
+    during=f"{_RUN}; or the process, by `training.library.build`",
     tested_by="tests/training/test_kernels.py",
 )
 FLASH_ATTENTION_4_OFF = Patch(
     ("os.environ:NVTE_FLASH_ATTN_V4",),
     why='"0" keeps TE from using a FlashAttention 4 that has not passed its self-test',
-    during=f"{_RUN}; or the process, by `te_models.library.build`",
+    during=f"{_RUN}; or the process, by `training.library.build`",
     tested_by="tests/training/test_kernels.py",
 )
 SWIGLU = Patch(
@@ -106,7 +106,7 @@ PARAMETERS_ON_META = Patch(
 PEFT_ON_TE = Patch(
     ("peft.tuners.lora.model:dispatch_transformer_engine",),
     why="peft takes a TE module for a target if only its parameters are, and adds an adapter to its output",
-    during="the process, by `te_models.library.build`",
+    during="the process, by `training.library.build`",
     tested_by="tests/te_models/test_library.py",
 )
 BF16_MATMUL_ON_CPU = Patch(

@@ -12,4 +12,4 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Imported on use, because commands print --help without torch.
-    return getattr(importlib.import_module("fp8_suite.te_models.library.build"), name)
+    return getattr(importlib.import_module("fp8_suite.training.library.build"), name)

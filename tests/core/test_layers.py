@@ -15,7 +15,7 @@ LINE = [
     *("te_models/emulation", "te_models/kernels", "te_models/recompute", "te_models/quantized"),
     *("te_models/lora", "te_models"),
     *("training/tracking", "training/optim", "training/parallel", "training/estimate", "training/precision"),
-    "te_models/library",
+    "training/library",
     *("training/checkpoint", "training/export", "training", "training/doctor"),
     *("benchmarks/records", "benchmarks/report", "benchmarks/compare", "benchmarks/evaluate"),
     "benchmarks/plan",

@@ -18,12 +18,12 @@ from fp8_suite.data.tokenizer import load_tokenizer
 from fp8_suite.te_models.backend import te_module
 from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.kernels import flash_attention
-from fp8_suite.te_models.library import build
-from fp8_suite.te_models.library.inputs import decoder_inputs
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.te_models.weights import TensorSource, load_te, te_to_hf
 from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.library import build
+from fp8_suite.training.library.inputs import decoder_inputs
 from fp8_suite.training.parallel.strategies import Strategy
 from fp8_suite.training.precision.recipes import Precision, build_autocast, make_recipe
 from fp8_suite.training.precision.scaling import DelayedScalingState, Scaling, scaling_state

@@ -16,11 +16,11 @@ from fp8_suite.core.recipes import TE_RECIPES
 from fp8_suite.te_models.build import build_te
 from fp8_suite.te_models.families import head_dim
 from fp8_suite.te_models.kernels import flash_attention
-from fp8_suite.te_models.library.modeling import TEForCausalLM
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import ModelSpec, find_model, refuse_te
 from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.library.modeling import TEForCausalLM
 from fp8_suite.training.precision.checks import check_sizes
 from fp8_suite.training.precision.recipes import resolve_precision
 from torch import nn
