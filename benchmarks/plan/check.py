@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from fp8_suite.benchmarks.plan.inputs import size_run
+from fp8_suite.benchmarks.plan.published import published_table
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.benchmarks.records.table import read_table
 from fp8_suite.benchmarks.report.tables import markdown
@@ -88,7 +89,8 @@ def check_table(checks: list[Check], left_out: dict[str, list[str]]) -> str:
     headings = ["run", "peak GB, measured", "predicted", "error", "step ms, measured", "predicted", "error"]
     rows = [[check.name, *_cells(check.memory, 1), *_cells(check.seconds, 1e3)] for check in checks]
     reasons = [f"- {reason}: {', '.join(names)}" for reason, names in left_out.items()]
-    return "\n".join([markdown(headings, rows), "", "Left out:", "", *reasons, "", summary_table(checks)])
+    runs = [markdown(headings, rows), "Left out:", "\n".join(reasons)]
+    return "\n\n".join([*runs, published_table(), summary_table(checks)])
 
 
 def _cells(pair: tuple[float, float] | None, scale: float) -> list[str]:

@@ -14,10 +14,11 @@ from fp8_suite.te_models.families import FAMILIES, Family, wrong_sizes
 from fp8_suite.te_models.presets import PRESETS, closest_preset
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config
+from fp8_suite.training.estimate.layout import DATA_ONLY, Layout, check_layout
 from fp8_suite.training.estimate.modes import make_setup
 from fp8_suite.training.estimate.setup import ModelSize
 from fp8_suite.training.estimate.sizes import Sizing, check_number_of_ranks, choose_sizes, why_unpredicted
-from fp8_suite.training.parallel.settings import MODES
+from fp8_suite.training.parallel.settings import DEEPSPEED_MODES, MODES
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,22 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
             checks.check_lm_head(name, shape.hidden_size, shape.vocab_size)
 
 
-def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> Sizing:
+def _refuse_layout(cfg: Config, layout: Layout) -> None:
+    """Raise UserError for settings that plans of tensor and pipeline parallelism do not cover."""
+    if layout.slices > 1 and not cfg.model.use_te:
+        raise bad_setting("plans need TE layers; add --use_te", **layout.flags)
+    unplanned = {
+        "offload_optimizer": cfg.sharding.offload_optimizer,
+        "offload_activations": cfg.model.offload_activations,
+        "fp8_weights": cfg.precision.fp8_weights,
+        "lora_rank": cfg.lora.lora_rank,
+        "sharding_mode": cfg.sharding.sharding_mode in DEEPSPEED_MODES and cfg.sharding.sharding_mode,
+    }
+    if wrong := {name: value for name, value in unplanned.items() if value and layout.slices > 1}:
+        raise bad_setting("not planned with tensor or pipeline parallelism; drop it", **wrong)
+
+
+def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int, layout: Layout = DATA_ONLY) -> Sizing:
     """Choose mode, optimizer and sizes as training would. UserError for what it or the planner refuses."""
     mode, per_node = cfg.sharding.sharding_mode, min(gpus, gpus_per_node)
     if cfg.optim.max_steps == 0:
@@ -109,12 +125,14 @@ def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> Sizing:
     if rule := why_unpredicted(cfg, mode):
         settings, reason = rule
         raise bad_setting(reason, **settings)
-    check_number_of_ranks(cfg, gpus)
     model, memory = read_model(cfg.model.model_name), int(gpu.memory_gb * 1e9)
+    _refuse_layout(cfg, layout)
+    check_layout(layout, model.size.shape, gpus, per_node, cfg.data.max_seq_length)
+    check_number_of_ranks(cfg, gpus // (layout.cp * layout.slices))
     refuse_what_training_refuses(cfg, model)
     if gpus == 1 and (mode == AUTO or not MODES[mode].offload):
         mode = "single"
     if mode == "hsdp":
         cfg.sharding.shard_size(gpus, per_node)  # UserError if it does not divide the GPUs
-    request, _ = make_setup(cfg, model.size, mode, gpus, per_node, memory)
+    request, _ = make_setup(cfg, model.size, mode, gpus, per_node, memory, layout=layout)
     return choose_sizes(request, memory, gpu)

@@ -40,7 +40,7 @@ def _largest_preset(plan: Plan) -> str:
 
 def _longest_sequence(plan: Plan) -> str:
     """Return the longest sequence with as many sequences per step, in micro-batches of any size."""
-    total = global_batch(plan.setup.cfg.optim, plan.setup.gpus)
+    total = global_batch(plan.setup.cfg.optim, plan.setup.data_ranks)
     batch = {"batch_size": AUTO, "gradient_accumulation_steps": None, "global_batch_size": total}
 
     def is_too_long(length: int) -> bool:

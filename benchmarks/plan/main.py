@@ -25,6 +25,7 @@ from fp8_suite.core.recipes import RECIPES, costs_of
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config, parse_config
 from fp8_suite.training.estimate.advice import way_out
+from fp8_suite.training.estimate.layout import Layout
 from fp8_suite.training.estimate.memory import checkpoint_bytes
 from fp8_suite.training.estimate.sizes import (
     UNCOMPILED,
@@ -32,7 +33,7 @@ from fp8_suite.training.estimate.sizes import (
     compiles_layers,
     counted_micro_batches,
 )
-from fp8_suite.training.estimate.step_time import NETWORK_BANDWIDTH
+from fp8_suite.training.estimate.transfers import NETWORK_BANDWIDTH
 
 PROG = "python -m benchmarks.plan"
 # Flag -> (field of `Gpu`, factor from the flag's unit to the field's, help).
@@ -42,6 +43,12 @@ GPU_FLAGS = {
     "fp8_tflops": ("fp8_tflops", 1, "for another GPU: dense FP8 peak in TFLOP/s"),
     "memory_tbs": ("memory_bandwidth", 1e12, "for another GPU: memory bandwidth in TB/s"),
     "link_gbs": ("link_bandwidth", 1e9, "for another GPU: NVLink or PCIe bandwidth in GB/s, one direction"),
+}
+LAYOUT_FLAGS = {
+    "context_parallel_size": "ranks that share a sequence",
+    "tensor_parallel_size": "GPUs of a node that share each layer; training does not run it",
+    "pipeline_parallel_size": "ranks that share the layers; training does not run it",
+    "virtual_stages": "pipeline stages per rank; more than 1: interleaved 1F1B",
 }
 LARGEST = 1e18  # number in a flag
 DISK_GBS = 1.0  # rate of writing checkpoints, if only --save_interval is given
@@ -84,11 +91,13 @@ def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[P
     for gpus in args.gpus:
         try:
             cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
+            cluster["layout"] = Layout(*(getattr(args, flag) for flag in LAYOUT_FLAGS))
             plans.append(make_plan(cfg, gpu, gpus=gpus, **cluster, disk_gbs=args.disk_gb_per_second))
             if (names := auto_settings(cfg)) and _exceeds_counts(plans[-1]):  # training refuses it too
                 raise bad_setting(f"{UNCOMPILED}; give a value", **dict.fromkeys(names, AUTO))
         except UserError as error:
             by_number = {"global_batch_size", "grad_reduce_dtype", "hsdp_shard_size", "fp8_weights"}
+            by_number |= set(LAYOUT_FLAGS)
             one_number = by_number & set(error.flags)
             if not one_number or (gpus == args.gpus[-1] and not plans):
                 raise
@@ -116,7 +125,8 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
         *["days"] * bool(tokens),
         *["cost"] * bool(tokens and price),
     ]
-    split = f"{optim.batch_size} x {setup.cfg.data.max_seq_length} tokens per micro-batch and GPU, "
+    rank = "data rank" if setup.layout.flags else "GPU"
+    split = f"{optim.batch_size} x {setup.cfg.data.max_seq_length} tokens per micro-batch and {rank}, "
     split += f"{counted_micro_batches(setup.accumulation)} per step"
     if plans[0].sizing.is_choice:
         split = f"sequences of {setup.cfg.data.max_seq_length} tokens"
@@ -134,6 +144,8 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     if not costs_of(setup.recipe).measured:
         rates = "its time is computed with the rates of delayed scaling"
         lines += ["", f"{setup.recipe} was not measured; {rates}."]
+    if setup.layout.slices > 1:
+        lines += ["", "Training does not run tensor and pipeline parallelism; these are predictions only."]
     if any(plan.setup.nodes > 1 for plan in plans):
         lines += ["", "More than one node was not measured; docs/plan.md lists the assumptions."]
     return lines
@@ -270,6 +282,8 @@ def build_parser() -> argparse.ArgumentParser:
         add(f"--{flag}", type=_positive, metavar="X", help=text)
     network = "network bandwidth per GPU in GB/s, one direction (default: 50, or 400 Gbit/s; assumed by auto)"
     add("--network_gbs", type=_positive, default=NETWORK_BANDWIDTH / 1e9, metavar="X", help=network)
+    for flag, text in LAYOUT_FLAGS.items():
+        add(f"--{flag}", type=_whole, default=1, metavar="N", help=f"{text} (default: 1)")
     disk = "disk bandwidth of all nodes in GB/s; adds a column with goodput (default with --save_interval: 1"
     add("--disk_gb_per_second", type=_positive, metavar="X", help=f"{disk}; 2.6 on an H100 host)")
     tokens = "training tokens, such as 15e12; adds a column with days"

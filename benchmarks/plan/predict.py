@@ -13,10 +13,12 @@ from fp8_suite.training.checkpoint.settings import parse_save_interval
 from fp8_suite.training.config import Config, config_from_dict
 from fp8_suite.training.estimate.activations import host_activations
 from fp8_suite.training.estimate.advice import Changes, describe, ways_out
+from fp8_suite.training.estimate.layout import DATA_ONLY, Layout
 from fp8_suite.training.estimate.memory import checkpoint_bytes, host_state, peak
 from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.sizes import Sizing, for_tensors
-from fp8_suite.training.estimate.step_time import NETWORK_BANDWIDTH, step_seconds
+from fp8_suite.training.estimate.step_time import step_seconds
+from fp8_suite.training.estimate.transfers import NETWORK_BANDWIDTH
 
 FASTER = 1.03  # gain in speed from which settings are suggested
 
@@ -61,12 +63,14 @@ class Plan:
     @property
     def tokens_per_second(self) -> float:
         """Throughput of all GPUs."""
-        return self.setup.tokens * self.setup.accumulation * self.setup.gpus / self.step
+        setup = self.setup
+        return setup.tokens * setup.accumulation * (setup.gpus // setup.layout.slices) / self.step
 
     @property
     def tflops(self) -> float:
         """Model TFLOP/s per GPU."""
-        tokens, length = self.setup.tokens * self.setup.accumulation, self.setup.cfg.data.max_seq_length
+        tokens = self.setup.tokens * self.setup.accumulation / self.setup.layout.slices
+        length = self.setup.cfg.data.max_seq_length
         model, pairs = self.setup.model, tokens * length
         flops = model_flops(model.shape, tokens=tokens, sum_squared_lengths=pairs, adapters=model.adapters)
         return flops / self.step / 1e12
@@ -105,6 +109,7 @@ def make_plan(
     gpus_per_node: int = 8,
     network_gbs: float = NETWORK_BANDWIDTH / 1e9,
     disk_gbs: float | None = None,
+    layout: Layout = DATA_ONLY,
 ) -> Plan:
     """Predict a run on `gpus` GPUs. UserError for settings that the planner or training refuses."""
     if limit := cfg.sharding.memory_limit_gb:
@@ -112,7 +117,7 @@ def make_plan(
             reason = f"the GPU has {gpu.memory_gb:g} GB; give less, or drop it"
             raise bad_setting(reason, memory_limit_gb=limit)
         gpu = gpu._replace(memory_gb=limit)
-    sizing = size_run(cfg, gpu=gpu, gpus=gpus, gpus_per_node=gpus_per_node)
+    sizing = size_run(cfg, gpu=gpu, gpus=gpus, gpus_per_node=gpus_per_node, layout=layout)
     seconds = step_seconds(sizing.chosen, gpu, network=network_gbs * 1e9)
     return Plan(sizing, gpu, network_gbs, peak(sizing.chosen), seconds, disk_gbs)
 
@@ -136,7 +141,7 @@ def changed_plan(plan: Plan, changes: Changes, gpu: Gpu | None = None) -> Plan |
     """Return the plan with other settings or another GPU; None if it is refused or does not fit."""
     try:
         cfg = config_from_dict(plan.sizing.requested.cfg.to_dict() | changes)
-        cluster = {"gpus": plan.setup.gpus, "gpus_per_node": plan.setup.gpus_per_node}
+        cluster = {name: getattr(plan.setup, name) for name in ("gpus", "gpus_per_node", "layout")}
         candidate = make_plan(cfg, gpu or plan.gpu, **cluster, network_gbs=plan.network_gbs)
     except UserError:
         return None

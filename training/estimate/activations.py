@@ -23,13 +23,14 @@ def layer_activations(setup: TrainingSetup) -> float:
     """
     s, costs = setup.model.shape, costs_of(setup.recipe)
     queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    inputs = 2 * s.hidden_size + s.ffn_hidden_size  # of GEMMs alone: outputs of norms, product of the MLP
+    hidden = setup.hidden
+    inputs = 2 * hidden + s.ffn_hidden_size  # of GEMMs alone: outputs of norms, product of the MLP
     if setup.model.adapters:
         inputs = _adapter_inputs(setup)
-    bf16 = 2 * (2 * s.hidden_size + 2 * queries + 2 * keys + 2 * s.ffn_hidden_size + inputs)
+    bf16 = 2 * (2 * hidden + 2 * queries + 2 * keys + 2 * s.ffn_hidden_size + inputs)
     if setup.cfg.model.use_te and setup.model.qk_norm:
         bf16 += 2 * (queries + 2 * keys)
-    less = costs.ffn_bytes_saved * s.ffn_hidden_size + costs.hidden_bytes_saved * s.hidden_size
+    less = costs.ffn_bytes_saved * s.ffn_hidden_size + costs.hidden_bytes_saved * hidden
     less = 0.0 if setup.model.adapters else less * setup.fp8_layer_share
     return setup.tokens * (bf16 - less)
 
@@ -48,14 +49,14 @@ def _adapter_inputs(setup: TrainingSetup) -> float:
     return inputs + (2 * drops if cfg.model.use_te else 1 + drops) * down
 
 
-def _kept_widths(setup: TrainingSetup, level: str) -> list[int]:
+def _kept_widths(setup: TrainingSetup, level: str) -> list[float]:
     """Return the values per token of each BF16 tensor that a layer recomputed at `level` keeps.
 
     TE layers: see `te_models.recompute.layers`. Hugging Face layers keep their input, and so do all layers
     under ZeRO 3.
     """
     s = setup.model.shape
-    queries, keys, hidden = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.hidden_size
+    queries, keys, hidden = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, setup.hidden
     widths = {"qkv": queries + 2 * keys, "attention": queries, "output": hidden}
     widths["gate_up"] = 2 * s.ffn_hidden_size
     keeps_results = setup.cfg.model.use_te and setup.mode_spec.stage != 3
@@ -96,7 +97,7 @@ def recomputation_flops(setup: TrainingSetup) -> float:
     """Return the FLOPs of recomputation in backward, with elementwise operations counted by their bytes."""
     s = setup.model.shape
     attention = attention_flops(s, setup.tokens * setup.cfg.data.max_seq_length) / 3  # its forward pass
-    moved = 2.0 * setup.tokens * (10 * s.hidden_size + 3 * s.ffn_hidden_size)  # norms, residuals, SwiGLU
+    moved = 2.0 * setup.tokens * (10 * setup.hidden + 3 * s.ffn_hidden_size)  # norms, residuals, SwiGLU
     layers = s.num_layers * (1 - setup.share_of("none"))
     flops = 2.0 * setup.tokens * recomputed_weights(setup) + recomputed_attention(setup) * attention
     return flops + FLOPS_PER_BYTE * moved * layers
@@ -110,8 +111,9 @@ def host_activations(setup: TrainingSetup) -> float:
     """
     if not setup.cfg.model.offload_activations:
         return 0.0
-    widths = (_kept_widths(setup, level) for level in setup.recompute if level != "none")
-    longest = sum(1 << (2 * setup.tokens * width - 1).bit_length() for layer in widths for width in layer)
+    layers = (_kept_widths(setup, level) for level in setup.recompute if level != "none")
+    sizes = (int(2 * setup.tokens * width) for widths in layers for width in widths)
+    longest = sum(1 << (size - 1).bit_length() for size in sizes)
     return (1 if setup.cfg.data.packing else 2) * longest * setup.gpus / setup.nodes
 
 

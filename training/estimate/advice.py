@@ -120,7 +120,7 @@ def _ways_out(sizing: Sizing) -> Iterator[tuple[Changes, int]]:
 
     def more_gpus(factor: int) -> tuple[Changes, int]:
         gpus = factor * request.gpus
-        total = max(gpus, global_batch(request.cfg.optim, request.gpus))
+        total = max(gpus, global_batch(request.cfg.optim, request.data_ranks))
         batch = {"global_batch_size": total, "gradient_accumulation_steps": None}
         return basis | FULLY_SHARDED | batch, gpus
 
@@ -147,7 +147,7 @@ def unchanged_numerics(sizing: Sizing) -> Changes:
         return {}
     batch: Changes = {}
     if cfg.optim.batch_size != AUTO:
-        total = global_batch(cfg.optim, sizing.requested.gpus)
+        total = global_batch(cfg.optim, sizing.requested.data_ranks)
         batch = {"global_batch_size": total, "batch_size": AUTO, "gradient_accumulation_steps": None}
     if cfg.model.offload_activations:  # offloading needs a level
         return batch
@@ -161,9 +161,9 @@ def resized(sizing: Sizing, changes: Changes, gpus: int = 0) -> Sizing | None:
     per_node = request.gpus_per_node if gpus == request.gpus else max(request.gpus_per_node, min(gpus, 8))
     try:
         cfg = config_from_dict(request.cfg.to_dict() | changes)
-        check_number_of_ranks(cfg, gpus)
+        check_number_of_ranks(cfg, gpus * request.data_ranks // request.gpus)
         mode = cfg.sharding.sharding_mode if gpus > 1 else request.mode
-        known = {"effective": request.effective, "predicted": predicted}
+        known = {"effective": request.effective, "predicted": predicted, "layout": request.layout}
         setup, _ = make_setup(cfg, request.model, mode, gpus, per_node, sizing.free, **known)
         if predicted:
             return choose_sizes(setup, sizing.free, sizing.gpu)

@@ -18,6 +18,7 @@ from fp8_suite.training.estimate.activations import (
     stored_activations,
 )
 from fp8_suite.training.estimate.setup import TrainingSetup
+from fp8_suite.training.estimate.slices import rank_setups
 
 # Workspaces of cuBLAS and TE, RoPE angles and the batch: what recorded runs use beyond the counted tensors.
 FIXED = 0.1e9
@@ -53,6 +54,10 @@ def state(setup: TrainingSetup) -> dict[str, float]:
 
 def resident_state(setup: TrainingSetup) -> float:
     """Return the bytes of a GPU's part of weights, gradients, master weights and moments."""
+    return max(map(_resident_state, rank_setups(setup)))
+
+
+def _resident_state(setup: TrainingSetup) -> float:
     if setup.mode_spec.offload:
         return 0.0
     gradients = setup.optimizer.parameter_dtype.itemsize * setup.model.trained
@@ -115,6 +120,8 @@ def loss_peak(setup: TrainingSetup) -> float:
 
     With several chunks the gradient accumulates in FP32; its BF16 copy exists after the last chunk is freed.
     """
+    if not setup.has_head:
+        return 0.0
     if setup.cfg.precision.fp8_lm_head:
         return _loss_peak_fp8(setup)
     s, head = setup.model.shape, setup.model.gradients(setup.model.head_weights)
@@ -194,7 +201,7 @@ def at_loss(setup: TrainingSetup) -> dict[str, float]:
     return state(setup) | {
         "gradients": accumulated_gradients(setup),
         "FP8 weight copies": copies,
-        "activations": stored_activations(setup),
+        "activations": stored_activations(setup) * setup.in_flight,
         "logits and head gradient": loss_peak(setup),
         "gathered, communication": gathered_weights(setup),
         "fixed": FIXED,
@@ -216,7 +223,7 @@ def start_of_backward(setup: TrainingSetup) -> dict[str, float]:
         "gradients": parts["gradients"] + 2.0 * model.gradients(model.block_weights),
         "FP8 weight copies": copies,
         "activations": activations + layer_activations(setup) - kept_activations(setup, last),
-        "logits and head gradient": 2.0 * model.gradients(model.head_weights),
+        "logits and head gradient": 2.0 * model.gradients(model.head_weights) * setup.has_head,
         "gathered, communication": parts["gathered, communication"] + communication,
     }
 
@@ -284,7 +291,11 @@ def at_step(setup: TrainingSetup) -> dict[str, float]:
 
 
 def peak(setup: TrainingSetup) -> dict[str, float]:
-    """Return the bytes by part at the point of the step with the largest sum."""
+    """Return the bytes by part at the point of the step with the largest sum, on the rank that needs most."""
+    return max(map(_peak, rank_setups(setup)), key=lambda parts: sum(parts.values()))
+
+
+def _peak(setup: TrainingSetup) -> dict[str, float]:
     points = [at_loss, start_of_backward, after_backward]
     points += [at_step] if setup.mode_spec.stage in (1, 2) else []
     points += [] if setup.mode_spec.stage else [end_of_backward]

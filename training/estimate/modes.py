@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config
+from fp8_suite.training.estimate.layout import DATA_ONLY, Layout
 from fp8_suite.training.estimate.memory import accumulated_gradients, resident_state
 from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup, with_adapters
 from fp8_suite.training.estimate.sizes import choose_sizes, why_unpredicted, with_sizes
+from fp8_suite.training.estimate.slices import rank_setups
 
 # From this many parameters on, sharding the optimizer step saves more time than gathering weights costs.
 LARGE_MODEL = 2 * 10**9
@@ -28,6 +30,7 @@ def make_setup(
     *,
     effective: str | None = None,
     predicted: bool = True,
+    layout: Layout = DATA_ONLY,
 ) -> tuple[TrainingSetup, str]:
     """Return a setup in `mode` with its optimizer, and the reason for the mode if it is `auto`, else "".
 
@@ -40,7 +43,7 @@ def make_setup(
 
     def setup(mode: str) -> TrainingSetup:
         optimizer = choose_optimizer(cfg, mode, on_gpu=free is not None)
-        return TrainingSetup(cfg, model, optimizer, mode, gpus, gpus_per_node, effective)
+        return TrainingSetup(cfg, model, optimizer, mode, gpus, gpus_per_node, effective, layout)
 
     if mode != AUTO:
         return setup(mode), ""
@@ -60,7 +63,7 @@ def choose_mode(request: TrainingSetup, free: float | None, *, predicted: bool =
         return "ddp", "no GPU, so GPU memory is no limit"
     if request.optimizer.holds_fp8_weights:  # frozen
         return "ddp", "FP8 weights are not sharded"
-    setup = replace(request, cfg=with_sizes(request.cfg, request.gpus))
+    setup = rank_setups(replace(request, cfg=with_sizes(request.cfg, request.data_ranks)))[0]
     whole_nodes = setup.nodes > 1 and setup.gpus_per_node > 1 and setup.gpus % setup.gpus_per_node == 0
     modes = ["ddp", "fsdp_grad", *["hsdp"] * whole_nodes, "fsdp_full"]
     mode, reason = _choose_by_state(setup, free, modes)

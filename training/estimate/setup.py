@@ -14,6 +14,7 @@ from fp8_suite.te_models.lora.settings import GEMMS, LoraConfig, projection_name
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape, matmul_parameters, projections
 from fp8_suite.training.config import Config
+from fp8_suite.training.estimate.layout import DATA_ONLY, Layout
 from fp8_suite.training.parallel.settings import MODES, ModeSpec
 
 if TYPE_CHECKING:  # imports torch
@@ -74,7 +75,11 @@ def with_adapters(model: ModelSize, lora: LoraConfig) -> ModelSize:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Inputs of the memory and time models: settings, model size, optimizer, sharding mode and GPUs."""
+    """Inputs of the memory and time models: settings, model size, optimizer, sharding mode and GPUs.
+
+    Of one rank under tensor or pipeline parallelism (`slices.rank_setups`), `model` is the slice that it
+    holds, and `gpus` are the ranks that hold the same slice.
+    """
 
     cfg: Config
     model: ModelSize
@@ -83,6 +88,9 @@ class TrainingSetup:
     gpus: int
     gpus_per_node: int
     effective: str | None = None  # precision that runs; None: the requested one
+    layout: Layout = DATA_ONLY
+    stage: int = 0  # pipeline stage of a slice
+    model_layers: int | None = None  # layers of the whole model, if `model` is a slice
 
     @property
     def mode_spec(self) -> ModeSpec:
@@ -118,7 +126,28 @@ class TrainingSetup:
     @property
     def tokens(self) -> int:
         """Tokens of one micro-batch on one GPU."""
-        return self.cfg.optim.batch_size * self.cfg.data.max_seq_length
+        return self.cfg.optim.batch_size * self.cfg.data.max_seq_length // self.layout.cp
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks, or groups of ranks, that train on different sequences."""
+        slices = 1 if self.model_layers else self.layout.slices
+        return self.gpus // (self.layout.cp * slices)
+
+    @property
+    def hidden(self) -> float:
+        """Hidden values of a token per rank; sequence parallelism splits the tokens between layers' GEMMs."""
+        return self.model.shape.hidden_size / self.layout.tp
+
+    @property
+    def has_head(self) -> bool:
+        """True if this rank computes the loss."""
+        return self.stage == self.layout.pp - 1 or self.model_layers is None
+
+    @property
+    def in_flight(self) -> float:
+        """Micro-batches whose activations are kept when this rank's backward begins."""
+        return self.layout.in_flight(self.stage, self.accumulation)
 
     @property
     def accumulation(self) -> int:
@@ -126,8 +155,10 @@ class TrainingSetup:
 
     @property
     def recompute(self) -> list[str]:
-        """Level of recomputation of each decoder layer."""
-        return recompute_levels(self.cfg.model.recomputation, self.model.shape.num_layers)
+        """Level of recomputation of each decoder layer. Pipeline stages have the same share of each level."""
+        layers = self.model.shape.num_layers
+        levels = recompute_levels(self.cfg.model.recomputation, self.model_layers or layers)
+        return [levels[i * len(levels) // layers] for i in range(layers)] if self.model_layers else levels
 
     def share_of(self, *levels: str) -> float:
         """Return the fraction of the decoder layers that are recomputed at one of these levels."""
@@ -153,7 +184,7 @@ class TrainingSetup:
         """Fraction of the decoder layers that run in the FP8 recipe."""
         settings = self.cfg.precision
         in_bf16 = settings.bf16_first_layers + settings.bf16_last_layers
-        return 1 - in_bf16 / self.model.shape.num_layers
+        return 1 - in_bf16 / (self.model_layers or self.model.shape.num_layers)
 
     @property
     def gathers_fp8(self) -> bool:

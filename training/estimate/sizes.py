@@ -149,7 +149,7 @@ def for_tensors(free: float) -> float:
 
 def unpredicted_sizes(request: TrainingSetup, free: float | None) -> Sizing:
     """Return the default sizes, for a step that the memory model does not cover."""
-    return Sizing(request, replace(request, cfg=with_sizes(request.cfg, request.gpus)), None, free)
+    return Sizing(request, replace(request, cfg=with_sizes(request.cfg, request.data_ranks)), None, free)
 
 
 def choose_sizes(request: TrainingSetup, free: float, gpu: Gpu = REFERENCE_GPU) -> Sizing:
@@ -158,7 +158,7 @@ def choose_sizes(request: TrainingSetup, free: float, gpu: Gpu = REFERENCE_GPU) 
     Each size of micro-batch recomputes as little as possible. The choice is the largest of those whose step
     is predicted to be fastest on `gpu`; if nothing fits, it is what needs least.
     """
-    batches = allowed_batches(request.cfg.optim, request.gpus)
+    batches = allowed_batches(request.cfg.optim, request.data_ranks)
     candidates = [_least_recomputation(request, batch, free, gpu) for batch in batches]
     if not (fitting := [sizing for sizing in candidates if sizing.fits]):
         return min(candidates, key=lambda sizing: sizing.needed)
@@ -170,7 +170,7 @@ def _least_recomputation(request: TrainingSetup, batch: int, free: float, gpu: G
     """Return the sizing of a micro-batch with the least recomputation at which it fits, or else the most."""
 
     def choose(recompute: str) -> Sizing:
-        setup = replace(request, cfg=with_sizes(request.cfg, request.gpus, batch, recompute))
+        setup = replace(request, cfg=with_sizes(request.cfg, request.data_ranks, batch, recompute))
         return Sizing(request, setup, sum(peak(setup).values()), free, gpu)
 
     segments = recomputations(request, batch)
@@ -190,11 +190,12 @@ def recomputations(request: TrainingSetup, batch: int) -> list[list[str]]:
     model = request.cfg.model
     if model.recompute != AUTO:
         return [[model.recompute]]
-    setup = replace(request, cfg=with_sizes(request.cfg, request.gpus, batch))
+    setup = replace(request, cfg=with_sizes(request.cfg, request.data_ranks, batch))
     levels = [level for level in RECOMPUTE_LEVELS if level in HF_LEVELS or model.use_te]
     if setup.mode_spec.stage == 3 and model.use_te:  # ZeRO 3 recomputes all of a layer
         levels = ["none", "layer"]
-    setups = {name: replace(setup, cfg=with_sizes(request.cfg, request.gpus, batch, name)) for name in levels}
+    ranks = request.data_ranks
+    setups = {name: replace(setup, cfg=with_sizes(request.cfg, ranks, batch, name)) for name in levels}
     work = {name: recomputation_flops(level) for name, level in setups.items()}
     kept = {name: stored_activations(level) for name, level in setups.items()}
     kept["none"] += fp8_copies(setup) * setup.keeps_fp8_weights

@@ -7,14 +7,22 @@ efficient on other GPUs. Unless a comment names another source, a rate is from t
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.gpus import Gpu
 from fp8_suite.core.recipes import BF16_COSTS, RECIPES, costs_of
 from fp8_suite.te_models.shape import attention_flops
 from fp8_suite.training.estimate.activations import recomputed_attention, recomputed_weights
 from fp8_suite.training.estimate.setup import TrainingSetup
+from fp8_suite.training.estimate.slices import rank_setups
+from fp8_suite.training.estimate.transfers import (
+    EXPOSED,
+    NETWORK_BANDWIDTH,
+    communication_seconds,
+    context_seconds,
+    exchange,
+    pipeline_seconds,
+    tensor_seconds,
+)
 
 HEAD_SHARE = 0.725  # LM head, BF16: 25.8 TFLOP in 36 ms
 FP8_HEAD_SHARE = 0.63  # LM head, FP8, including casts: 25.8 TFLOP in 21 ms
@@ -31,21 +39,13 @@ BANDWIDTH_SHARE = 0.70
 ADAM_SHARE = 0.86  # the suite's AdamW: 26 bytes per parameter, 8.03e9 parameters, 50.5 ms
 TORCH_ADAM_SHARE = 0.415  # torch's AdamW in ZeRO is as slow as TE's FusedAdam: 105 ms
 IDLE = 0.03  # fraction of a step without any kernel in the profile
-# NCCL reaches 0.75 of NVLink's peak. Overlap hides only 0.3 of the transfer time within a node, because
-# transfers share SMs and memory with the kernels (1B ddp, 8B fsdp_grad and fsdp_full on 4 GPUs).
-LINK_SHARE, EXPOSED = 0.75, 0.70
 # CPU time to launch forward and backward of a layer: 5 ms limit the recorded run gsm-4gpu-fsdp_full-bf16
 # (85 ms, 16 layers, 3,072 tokens). TE layers of a 7B took 4.5 to 4.7 ms on two H100 hosts, recomputed ones
 # 7.5 to 8.2 ms.
 LAUNCH_SECONDS, RECOMPUTED_LAUNCH_SECONDS = 5e-3, 8e-3
-# DeepSpeed ZeRO 1 and 2 copy gradients into and out of buckets and all-gather weights after the step, with
-# little overlap. Copied bytes per parameter by stage, from 1B and 3B on two and four GPUs.
-ZERO_COPIED = {1: 110, 2: 87}
 ZERO3_LAUNCH_SECONDS = 15e-3  # CPU time per layer in ZeRO 3's module hooks; measured 12 to 17 ms
-HOP_SECONDS = 10e-6  # latency that each further node adds to a collective; assumed
 # --offload_optimizer: PCIe 5.0 x16 from or to pinned memory, both directions at once; assumed.
 PCIE_BANDWIDTH = 50e9
-NETWORK_BANDWIDTH = 50e9  # bytes/s per GPU between nodes, one direction: 400 Gbit/s; assumed
 OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: PCIe and host memory bandwidth per GPU, with 16 cores per GPU
 
 
@@ -74,6 +74,8 @@ def _attention_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
 
 
 def _head_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
+    if not setup.has_head:
+        return 0.0
     fp8 = setup.cfg.precision.fp8_lm_head
     tflops = gpu.fp8_tflops * FP8_HEAD_SHARE if fp8 else gpu.bf16_tflops * HEAD_SHARE
     flops = 4.0 * setup.model.head_weights + 2.0 * setup.model.gradients(setup.model.head_weights)
@@ -83,7 +85,7 @@ def _head_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
 def _elementwise_bytes(setup: TrainingSetup) -> float:
     """Memory traffic of norms, RoPE, residuals and SwiGLU, in BF16, forward and backward."""
     s = setup.model.shape
-    hidden, ffn = s.hidden_size, s.ffn_hidden_size
+    hidden, ffn = setup.hidden, s.ffn_hidden_size
     # Bytes per token and layer, 2 for each value read or written: two norms, RoPE, two residual adds, SwiGLU.
     rope = 2 * 2 * (s.num_heads + s.num_kv_heads) * s.head_dim
     forward = 2 * (2 * 2 * hidden) + rope + 2 * 6 * hidden + 2 * 3 * ffn
@@ -95,8 +97,8 @@ def _cast_bytes(setup: TrainingSetup) -> float:
     """Memory traffic of casting inputs, output gradients and weights to FP8."""
     s = setup.model.shape
     queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    inputs = 2 * s.hidden_size + queries + s.ffn_hidden_size
-    gradients = 2 * s.hidden_size + queries + 2 * keys + 2 * s.ffn_hidden_size
+    inputs = 2 * setup.hidden + queries + s.ffn_hidden_size
+    gradients = 2 * setup.hidden + queries + 2 * keys + 2 * s.ffn_hidden_size
     values = s.num_layers * setup.tokens * (inputs * (2 - setup.share_of("none")) + gradients)
     # Casts of a weight per micro-batch: one, to both layouts, if it is kept for backward. Under FSDP2 and in
     # torchao's layers forward makes one layout and backward both; a recomputed TE layer makes both twice.
@@ -143,65 +145,6 @@ def _optimizer_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
     return per_parameter * parameters + gradient_norm
 
 
-class Exchange(NamedTuple):
-    """Communication of one GPU in one step, without the ring factor (n - 1) / n, and its copies."""
-
-    within: float  # bytes within a shard group, or within the job if nothing is sharded
-    across: float  # bytes between the replicas of hsdp
-    copied: float  # bytes of memory traffic for copies into and out of buffers
-    collectives: float  # number of collectives
-
-
-def exchange(setup: TrainingSetup) -> Exchange:
-    """Count the communication of one step: all-gathers of weights and reductions of gradients."""
-    model, layers, stage = setup.model, setup.model.shape.num_layers, setup.mode_spec.stage
-    if setup.gpus == 1:
-        return Exchange(0, 0, 0, 0)
-    # Within a node ranks exchange BF16 gradients and sum them locally; across nodes NCCL reduces in FP32.
-    sums = setup.exchanges_sums or (setup.fsdp and setup.accumulation > 1)
-    local_sum = setup.nodes == 1 and not sums and not setup.mode_spec.in_groups
-    in_fp32 = setup.cfg.sharding.grad_reduce_dtype == "fp32"
-    between_replicas = gradient = (2 if local_sum or not in_fp32 or stage else 4) * model.trained
-    if setup.cfg.sharding.grad_reduce_dtype == "fp8":
-        gradient = (1 + 1 / 128) * model.trained  # E4M3, and an exponent per 128 values
-    if setup.mode_spec.engine == "ddp":
-        return Exchange(2 * gradient, 0, 6 * model.trained, 2 * layers)
-    if stage in (1, 2):
-        rounds = setup.accumulation if stage == 2 else 1
-        copied = ZERO_COPIED[stage] * model.parameters
-        return Exchange(rounds * gradient + 2 * model.parameters, 0, copied, 2 * layers)
-    gathers = 1 if setup.mode_spec.gathers_once else 2 * setup.accumulation
-    weights = 2 * model.parameters - setup.gathers_fp8 * model.gemm_weights
-    rounds = setup.accumulation if stage else 1
-    across = 2 * between_replicas / setup.shards if setup.mode_spec.in_groups else 0.0
-    copied = 4 * gathers * model.parameters + 8 * rounds * model.trained
-    return Exchange(gathers * weights + rounds * gradient, across, copied, layers * (gathers + rounds))
-
-
-def communication_seconds(setup: TrainingSetup, gpu: Gpu, network: float) -> float:
-    """Return the seconds of all transfers without overlap; `network` is bytes/s per GPU in one direction.
-
-    A ring over n GPUs sends (n - 1) / n of the bytes through every link. Across nodes, the GPUs of a node
-    share the traffic over their network cards, and every node adds a hop. The slower of links and network
-    limits the transfer.
-    """
-    sent, per_node = exchange(setup), setup.gpus_per_node
-    replicas, replicas_in_node = setup.gpus // setup.shards, max(1, per_node // setup.shards)
-    across = 2 * setup.model.shape.num_layers if sent.across else 0
-    # (bytes, ring size, ring members per node, collectives) of the rings within and across replicas.
-    rings = [
-        (sent.within, setup.gpus if setup.shards == 1 else setup.shards, per_node, sent.collectives),
-        (sent.across, replicas, replicas_in_node, across),
-    ]
-    links = wires = hops = 0.0
-    for data, members, in_node, collectives in rings:
-        local, nodes = min(members, in_node), -(-members // in_node)
-        links += data * (local - 1) / local / (gpu.link_bandwidth * LINK_SHARE)
-        wires += data * (nodes - 1) / nodes / (local * network)
-        hops += (nodes - 1) * collectives
-    return max(links, wires) + hops * HOP_SECONDS
-
-
 def _launch_seconds(setup: TrainingSetup) -> float:
     """Return the mean CPU time of a layer and micro-batch."""
     once = ZERO3_LAUNCH_SECONDS if setup.mode_spec.stage == 3 else LAUNCH_SECONDS
@@ -211,15 +154,27 @@ def _launch_seconds(setup: TrainingSetup) -> float:
 
 
 def step_seconds(setup: TrainingSetup, gpu: Gpu, *, network: float = NETWORK_BANDWIDTH) -> dict[str, float]:
-    """Return the seconds of one optimizer step by part, for full sequences and without data loading."""
+    """Return the seconds of one optimizer step by part, for full sequences and without data loading.
+
+    In a pipeline all ranks take the time of the slowest.
+    """
+    steps = (_rank_seconds(rank, gpu, network) for rank in rank_setups(setup))
+    return max(steps, key=lambda parts: sum(parts.values()))
+
+
+def _rank_seconds(setup: TrainingSetup, gpu: Gpu, network: float) -> dict[str, float]:
     model, bandwidth = setup.model, gpu.memory_bandwidth * BANDWIDTH_SHARE
+    attention = _attention_seconds(setup, gpu)
     micro_batch = {
         "linear layers": _gemm_seconds(setup, gpu),
-        "attention": _attention_seconds(setup, gpu),
+        "attention": attention,
         "LM head": _head_seconds(setup, gpu),
         "norms, SwiGLU, adds": _elementwise_bytes(setup) / bandwidth,
         "FP8 casts": _cast_bytes(setup) / bandwidth,
         "adapters": _adapter_bytes(setup) / bandwidth,
+        "tensor parallelism": tensor_seconds(setup, gpu),
+        "context parallelism": context_seconds(setup, gpu, network, attention),
+        "pipeline transfers": pipeline_seconds(setup, gpu, network),
     }
     parts = {name: setup.accumulation * value for name, value in micro_batch.items()}
     compute = sum(parts.values())
@@ -233,4 +188,5 @@ def step_seconds(setup: TrainingSetup, gpu: Gpu, *, network: float = NETWORK_BAN
     parts["idle"] = IDLE * sum(parts.values())
     launches = setup.accumulation * model.shape.num_layers * _launch_seconds(setup)
     parts["waiting for the CPU"] = max(0.0, launches - sum(parts.values()))
+    parts["pipeline bubble"] = setup.layout.bubble(setup.accumulation) * max(compute, launches)
     return parts

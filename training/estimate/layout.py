@@ -1,0 +1,94 @@
+"""Sizes of context, tensor and pipeline parallelism. This module must not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8_suite.core.errors import bad_setting, counted
+from fp8_suite.te_models.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel axes beside data parallelism; ranks count through tp first, then cp, data, pp."""
+
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    virtual: int = 1  # pipeline stages per rank; several are interleaved
+
+    @property
+    def slices(self) -> int:
+        """Number of ranks over which one copy of the weights is split."""
+        return self.tp * self.pp
+
+    @property
+    def flags(self) -> dict[str, int]:
+        """Values other than 1, by flag."""
+        names = ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "virtual_stages")
+        values = zip(names, (self.cp, self.tp, self.pp, self.virtual), strict=True)
+        return {name: value for name, value in values if value > 1}
+
+    def bubble(self, micro_batches: int) -> float:
+        """Return the idle time of a rank, in times of its micro-batches (arXiv:2104.04473, section 2.2)."""
+        return (self.pp - 1) / (self.virtual * micro_batches)
+
+    def in_flight(self, stage: int, micro_batches: int) -> float:
+        """Return the micro-batches whose activations a rank keeps, under (interleaved) 1F1B."""
+        later = self.pp - 1 - stage  # ranks after this one
+        if self.virtual == 1:
+            return min(micro_batches, later + 1)
+        stages = (self.virtual - 1) * self.pp + 2 * later + 1
+        return min(micro_batches, stages / self.virtual)
+
+
+DATA_ONLY = Layout()
+
+
+def check_layout(layout: Layout, shape: ModelShape, gpus: int, gpus_per_node: int, length: int) -> None:
+    """Raise UserError for sizes that do not divide the model, its sequences or the GPUs."""
+    per_rank = -(-shape.num_layers // layout.pp)
+    # (flag, applies, reason)
+    rules = [
+        (
+            "tensor_parallel_size",
+            gpus_per_node % layout.tp,
+            f"must divide the {gpus_per_node} GPUs of a node; use a divisor",
+        ),
+        (
+            "tensor_parallel_size",
+            shape.num_kv_heads % layout.tp or shape.ffn_hidden_size % (16 * layout.tp),
+            f"must divide {shape.num_kv_heads} key/value heads and {shape.ffn_hidden_size // 16} x 16 "
+            "feed-forward features; use a divisor",
+        ),
+        (
+            "context_parallel_size",
+            layout.cp > 1 and length % (2 * layout.cp),
+            f"twice the size must divide the {length} tokens of a sequence; use a divisor",
+        ),
+        (
+            "pipeline_parallel_size",
+            layout.pp > shape.num_layers,
+            f"the model has {shape.num_layers} layers; use at most as many",
+        ),
+        (
+            "virtual_stages",
+            layout.virtual > 1 and (layout.pp == 1 or per_rank % layout.virtual),
+            f"must divide the {counted(per_rank, 'layer')} of a pipeline rank; use a divisor",
+        ),
+    ]
+    for flag, applies, reason in rules:
+        if applies:
+            raise bad_setting(reason, **{flag: layout.flags.get(flag, 1)})
+    if gpus % (layout.cp * layout.slices):
+        raise bad_setting(f"the product must divide {counted(gpus, 'GPU')}; use fewer", **layout.flags)
+
+
+def stage_layers(layers: int, ranks: int, stage: int) -> int:
+    """Return the layers of a pipeline rank. The last and the first have fewer if some must: see Llama 3.
+
+    The LM head and the embedding make up for them (arXiv:2407.21783, section 3.3.2).
+    """
+    most = -(-layers // ranks)
+    order = [ranks - 1, 0, *range(ranks - 2, 0, -1)]  # ranks in the order in which they have a layer less
+    return most - (order.index(stage) < ranks * most - layers)
