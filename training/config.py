@@ -18,7 +18,7 @@ from fp8_suite.data.settings import DataConfig
 from fp8_suite.te_models.lora.settings import LoraConfig
 from fp8_suite.te_models.settings import ModelConfig, named_levels
 from fp8_suite.training.checkpoint.settings import EXPORT_FOLDERS, CheckpointConfig, parse_save_interval
-from fp8_suite.training.optim.settings import OptimConfig
+from fp8_suite.training.optim.settings import DECAY_RATIO, OptimConfig, parse_batch_ramp
 from fp8_suite.training.parallel.settings import DEEPSPEED_MODES, FSDP_MODES, ZERO_3_MODES, ShardingConfig
 from fp8_suite.training.precision.settings import (
     MAP_SETTINGS,
@@ -98,6 +98,17 @@ def data_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.generate_samples and s.max_steps == 0:
         reason = "--max_steps 0 only evaluates and exports nothing, but samples need an export; drop one"
         yield "max_steps generate_samples", reason
+
+
+def optim_rules(s: Any) -> Iterator[tuple[str, str]]:
+    if s.batch_ramp is not None:
+        parse_batch_ramp(s.batch_ramp)  # UserError for one that it cannot parse
+        if s.global_batch_size is not None:
+            yield "batch_ramp global_batch_size", "both set the batch of a step; drop one of the two"
+    if s.lr_scheduler != "wsd" and s.decay_ratio != DECAY_RATIO:
+        yield "decay_ratio lr_scheduler", "only valid with --lr_scheduler wsd; add that, or drop this"
+    if s.lr_scheduler == "wsd" and s.num_warmup_steps is None and s.warmup_ratio + s.decay_ratio > 1:
+        yield "warmup_ratio decay_ratio", "are more than the whole run; lower one of the two"
 
 
 def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
@@ -224,7 +235,7 @@ def refused_by_zero_3(s: Any) -> Iterator[tuple[str, str]]:
         yield "recompute", "DeepSpeed ZeRO-3 recomputes all of a layer; choose layer"
 
 
-RULES = (model_rules, lora_rules, data_rules, precision_rules, sharding_rules)
+RULES = (model_rules, lora_rules, data_rules, optim_rules, precision_rules, sharding_rules)
 
 
 def all_settings() -> dict[str, Setting]:
@@ -273,6 +284,8 @@ def drop_removed(settings: dict[str, Any], *, recorded: bool = True) -> dict[str
 
 def canonical(name: str, value: Any) -> Any:
     """Return a setting's value in the form for comparisons: `fp8,fp8` is `fp8`."""
+    if name == "batch_ramp" and value is not None:
+        return parse_batch_ramp(value)
     return ",".join(dict.fromkeys(parse_moment_dtype(value))) if name == "moment_dtype" else value
 
 
@@ -342,7 +355,8 @@ def load_config_file(path: str) -> dict[str, Any]:
         loaded = drop_removed(read_yaml_settings(path), recorded=Path(path).name == "settings.json")
     except UserError as error:
         raise error if "config" in error.flags else bad_setting(str(error), config=path) from None
-    if loaded.get("global_batch_size") and loaded.keys() >= all_settings().keys():
+    total = loaded.get("global_batch_size") or loaded.get("batch_ramp")
+    if total and loaded.keys() >= all_settings().keys():
         # A run's settings.json: on other ranks the run keeps its global batch, and accumulation follows.
         return loaded | {"gradient_accumulation_steps": None}
     return loaded

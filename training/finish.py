@@ -154,6 +154,7 @@ def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> 
         "trainable_parameters": prepared.sizing.chosen.model.adapters or None,
         "tokens": progress.real_tokens,
         "label_tokens": progress.label_tokens,
+        **{summary_name(name): value for name, value in trainer.batches.metrics(progress.step).items()},
         "train_loss": losses[-1] if losses else None,
         "train_loss_tail_mean": tail_mean(losses) if losses else None,
         **trainer.results(),

@@ -190,16 +190,17 @@ def open_logs(
     peaks = {p: peak_tflops(name, p) if name else None for p in ("bf16", "fp8")}
     if name and not peaks["bf16"]:
         print_rank0(f"MFU is not reported: no peak rate is known for {name}")
-    rows = cfg.optim.batch_size * cfg.optim.gradient_accumulation_steps * strategy.topology.data_size
     meter = Meter(
         prepared.resolved.flops_shape,
         strategy.topology.world_size,
         peaks,
         emulated=precision.emulated,
         adapters=prepared.sizing.chosen.model.adapters,
-        full_rows=rows,
+        full_rows=cfg.optim.batch_size * strategy.topology.data_size,
     )
-    return Logs(tracker, Display(prepared.total_steps, done, enabled=strategy.topology.rank == 0), meter)
+    batches, on_rank0 = prepared.batches, strategy.topology.rank == 0
+    display = Display(prepared.total_steps, done, on_rank0, batches.position if batches.is_ramp else None)
+    return Logs(tracker, display, meter)
 
 
 def _tune_garbage_collection() -> None:

@@ -46,6 +46,7 @@ from fp8_suite.training.estimate.memory import checkpoint_bytes
 from fp8_suite.training.estimate.sizes import Sizing, compiles_layers
 from fp8_suite.training.export.write import check_export
 from fp8_suite.training.kernels import KernelInputs, enable_kernels
+from fp8_suite.training.optim.batch_ramp import BatchSchedule
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.strategies import Strategy
@@ -84,6 +85,10 @@ class PreparedRun:
     def gpus(self) -> int:
         """Number of GPUs, over all ranks."""
         return self.strategy.topology.world_size if self.strategy.device.type == "cuda" else 0
+
+    @property
+    def batches(self) -> BatchSchedule:
+        return BatchSchedule.of(self.cfg, self.strategy.topology.data_size)
 
 
 def prepare(
@@ -261,8 +266,11 @@ def _count_steps(
     if loaders.train is None:
         finished = resume and ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, 0))
         return 0, bool(finished)
+    batches = BatchSchedule.of(cfg, topology.data_size)
+    if batches.is_ramp:
+        print_rank0(batches.describe_ramp())
     if resume is None:
-        total = count_steps(cfg.optim, loaders.train.micro_batches_per_epoch)
+        total = count_steps(cfg.optim, batches, loaders.train.micro_batches_per_epoch)
         if (warmup := cfg.optim.num_warmup_steps or 0) > total > 0:
             print_rank0(
                 f"WARNING: --num_warmup_steps {warmup}: longer than the run ({total:,} steps); the learning "
@@ -270,7 +278,7 @@ def _count_steps(
             )
         return total, False
     loaders.train.load_state_dict(resume.meta["loader"])
-    total = count_resumed_steps(cfg, resume.meta, loaders.train, topology.world_size)
+    total = count_resumed_steps(cfg, batches, resume.meta, loaders.train, topology.world_size)
     finished = ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, total))
     if total > resume.step and total != (saved := resume.meta["total_steps"]):
         print_rank0(f"the learning rate schedule now spans {total:,} steps (was {saved:,})")

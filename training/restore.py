@@ -50,7 +50,7 @@ def restore(prepared: PreparedRun, loaders: Loaders, assembly: Assembly) -> tupl
             optimizer=assembly.optimizer,
             strategy=prepared.strategy,
             autocast=assembly.autocast,
-            micro_batches=prepared.cfg.optim.gradient_accumulation_steps,
+            micro_batches=prepared.batches.micro_batches(max(0, state.progress.step - 1)),  # of the last step
             saved=saved,
         )
     return state, scaling, evaluated

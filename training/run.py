@@ -191,7 +191,7 @@ def open_loop(
     evaluated: bool,
 ) -> tuple[Trainer, Observers]:
     """Open the logs and build the trainer. Collective."""
-    cfg, strategy, progress = prepared.cfg, prepared.strategy, state.progress
+    cfg, strategy, progress, batches = prepared.cfg, prepared.strategy, state.progress, prepared.batches
     resume_step = progress.step if prepared.resume else None
     wall_time = _open_wall_time(prepared, progress, resume_step)
     steps = profiling.profiled_steps(cfg.log.profile_steps, done=progress.step, total=prepared.total_steps)
@@ -223,14 +223,14 @@ def open_loop(
         assembly.optimizer,
         strategy,
         assembly.autocast,
-        learning_rate=lambda step: learning_rate(step, cfg.optim, prepared.total_steps),
+        learning_rate=lambda step: learning_rate(step, cfg.optim, prepared.total_steps, batches.position),
         total_steps=prepared.total_steps,
         scaling=scaling,
         heartbeat=prepared.watchdog.beat,
         before_update=saver.before_update,
     )
     wall_time.count()
-    return Trainer(cfg, stack, loaders, logs, saver, wall_time, observers), observers
+    return Trainer(cfg, stack, batches, loaders, logs, saver, wall_time, observers), observers
 
 
 def _open_wall_time(prepared: PreparedRun, progress: Progress, resume_step: int | None) -> WallTime:

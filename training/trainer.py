@@ -17,6 +17,7 @@ from fp8_suite.training.checkpoint.saver import CheckpointSaver
 from fp8_suite.training.checkpoint.settings import parse_save_interval
 from fp8_suite.training.config import Config
 from fp8_suite.training.guard import StepGuard
+from fp8_suite.training.optim.batch_ramp import BatchSchedule
 from fp8_suite.training.step import Stack, StepResult, evaluate, train_step
 from fp8_suite.training.tracking.display import Display
 from fp8_suite.training.tracking.meter import WARMUP_STEPS, Meter
@@ -47,6 +48,7 @@ class Trainer:
         self,
         cfg: Config,
         stack: Stack,
+        batches: BatchSchedule,
         loaders: Loaders,
         logs: Logs,
         saver: CheckpointSaver,
@@ -54,6 +56,7 @@ class Trainer:
         hooks: Hooks,
     ):
         self.cfg, self.stack, self.loaders, self.logs, self.saver = cfg, stack, loaders, logs, saver
+        self.batches = batches
         self.wall_time, self.progress, self.hooks = wall_time, wall_time.progress, hooks
         self.total_steps = stack.total_steps
         self.first_step = self.progress.step + 1  # first step of this launch
@@ -111,7 +114,7 @@ class Trainer:
 
     def _load_step(self, batches: Iterator[Any]) -> list[Any]:
         """Return the next step's micro-batches on the device; none at the end of an epoch."""
-        strategy, size = self.stack.strategy, self.cfg.optim.gradient_accumulation_steps
+        strategy, size = self.stack.strategy, self.batches.micro_batches(self.progress.step)
         self.stack.heartbeat(f"loading the data of step {self.progress.step + 1}")
         self._loader_state = self.loaders.train.state_dict()
         with self.wall_time.phase("data" if self.progress.step >= self.first_step else "start"):
@@ -124,6 +127,9 @@ class Trainer:
         step = self.progress.step + 1
         if step == self.first_step:
             self._before_first_step(micro_batches[0])
+        before, now = (self.batches.micro_batches(number) for number in (max(0, step - 2), step - 1))
+        if before != now:
+            self.stack.scaling.scale_gradients(before / now)
         self.saver.check()
         self.hooks.before_step(step)
 
@@ -148,7 +154,9 @@ class Trainer:
             stop |= self.guard.read(all_steps=True)[0]
         if on_gpu and due:
             torch.cuda.synchronize(strategy.device)  # include the optimizer step in this interval
-        progress.train_seconds += self.logs.meter.end_step(micro_batches, 0.0 if first else waited)
+        progress.train_seconds += self.logs.meter.end_step(
+            micro_batches, 0.0 if first else waited, full=self.batches.micro_batches(progress.step - 1)
+        )
         for name in self._unsaved_counts:
             self._unsaved_counts[name] += sum(getattr(batch, name) for batch in micro_batches)
         with self.wall_time.phase("other"):
@@ -216,6 +224,7 @@ class Trainer:
             "train/learning_rate": result.learning_rate,
             "train/epoch": self._epoch(),
             "train/skipped_steps": progress.skipped_steps,
+            **self.batches.metrics(progress.step),
         }
         if result.loss_scale is not None:
             metrics["train/loss_scale"] = result.loss_scale.item()

@@ -91,10 +91,10 @@ def _baseline(variant: Variant, by_name: dict[str, Variant]) -> str | None:
 def check_before_start(runs: list[VariantRun]) -> None:
     """Raise UserError if results would be incomparable, or if a run lacks its model or data."""
     reference = runs[0]
-    batch = global_batch(reference.cfg.optim, reference.gpus)
+    batch = global_batch(reference.cfg, reference.gpus)
     for run in runs:
         check_number_of_ranks(run.cfg, run.gpus)
-        if (size := global_batch(run.cfg.optim, run.gpus)) != batch:
+        if (size := global_batch(run.cfg, run.gpus)) != batch:
             raise bad_input(
                 f"{run.name} and {reference.name} cannot be compared: --batch_size x "
                 f"--gradient_accumulation_steps x ranks is {size} and {batch}; choose equal products, or "

@@ -40,8 +40,9 @@ def _largest_preset(plan: Plan) -> str:
 
 def _longest_sequence(plan: Plan) -> str:
     """Return the longest sequence with as many sequences per step, in micro-batches of any size."""
-    total = global_batch(plan.setup.cfg.optim, plan.setup.data_ranks)
+    total = global_batch(plan.setup.cfg, plan.setup.data_ranks)
     batch = {"batch_size": AUTO, "gradient_accumulation_steps": None, "global_batch_size": total}
+    batch |= {"batch_ramp": None}
 
     def is_too_long(length: int) -> bool:
         return changed_plan(plan, batch | {"max_seq_length": length}) is None

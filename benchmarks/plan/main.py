@@ -31,7 +31,6 @@ from fp8_suite.training.estimate.sizes import (
     UNCOMPILED,
     auto_settings,
     compiles_layers,
-    counted_micro_batches,
 )
 from fp8_suite.training.estimate.transfers import NETWORK_BANDWIDTH
 
@@ -96,8 +95,8 @@ def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[P
             if (names := auto_settings(cfg)) and _exceeds_counts(plans[-1]):  # training refuses it too
                 raise bad_setting(f"{UNCOMPILED}; give a value", **dict.fromkeys(names, AUTO))
         except UserError as error:
-            by_number = {"global_batch_size", "grad_reduce_dtype", "hsdp_shard_size", "fp8_weights"}
-            by_number |= set(LAYOUT_FLAGS)
+            by_number = {"batch_ramp", "global_batch_size", "grad_reduce_dtype", "hsdp_shard_size"}
+            by_number |= {"fp8_weights", *LAYOUT_FLAGS}
             one_number = by_number & set(error.flags)
             if not one_number or (gpus == args.gpus[-1] and not plans):
                 raise
@@ -127,7 +126,7 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     ]
     rank = "data rank" if setup.layout.flags else "GPU"
     split = f"{optim.batch_size} x {setup.cfg.data.max_seq_length} tokens per micro-batch and {rank}, "
-    split += f"{counted_micro_batches(setup.accumulation)} per step"
+    split += f"{setup.batches.describe()} per step"
     if plans[0].sizing.is_choice:
         split = f"sequences of {setup.cfg.data.max_seq_length} tokens"
     lines = [

@@ -217,8 +217,9 @@ def chosen_at_start(old: dict[str, Any], cfg: Config) -> set[str]:
     """Return the settings that the run chose itself, so that its recorded values may differ from `cfg`."""
     optim, settings = cfg.optim, cfg.to_dict()
     chosen = {name for name in CHOSEN if settings[name] in (None, AUTO)}
-    if optim.batch_size == AUTO and not optim.global_batch_size:  # accumulation only sets the global batch
-        same = old["batch_size"] * old["gradient_accumulation_steps"] == global_batch(optim, 1)
+    total = optim.global_batch_size or optim.batch_ramp
+    if optim.batch_size == AUTO and not total:  # accumulation only sets the global batch
+        same = old["batch_size"] * old["gradient_accumulation_steps"] == global_batch(cfg, 1)
         chosen = chosen | set(CHOSEN[:2]) if same else chosen - set(CHOSEN[:2])
     return chosen
 

@@ -153,7 +153,7 @@ class RunRecord:
 
     @property
     def global_batch(self) -> int:
-        """Sequences per optimizer step over all ranks."""
+        """Sequences per optimizer step over all ranks, at the end of a ramp."""
         return self.config["batch_size"] * self.config["gradient_accumulation_steps"] * self.ranks
 
     @property

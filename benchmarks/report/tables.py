@@ -102,6 +102,7 @@ def _run_columns(runs: list[RunRecord], price: float | None) -> Columns:
         "LoRA rank": (lambda run: run.setting("lora_rank") or None, "{}"),
         "trainable parameters": ("trainable_parameters", "{:,}"),
         "steps": ("steps", "{:,}"),
+        **metric_columns("train/tokens_per_step", "train/tokens_seen"),
         "GPUs": (lambda run: run.gpus or None, "{}"),
         "mode": (lambda run: run.mode, "{}"),
         "model": ("model_name", "{}"),

@@ -31,6 +31,7 @@ from fp8_suite.training.checkpoint import progress
 from fp8_suite.training.checkpoint.resume import count_steps
 from fp8_suite.training.config import config_from_dict, parse_config
 from fp8_suite.training.optim import loss_scale
+from fp8_suite.training.optim.batch_ramp import BatchSchedule
 from fp8_suite.training.run import main
 from fp8_suite.training.tracking.metrics import WALL_TIME_KINDS
 from safetensors.torch import load_file
@@ -170,6 +171,21 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(finished, tmp_pat
     assert same_bits(exported(again), exported(finished)) and same_bits(saved(again, 8), saved(finished, 8))
     meta, remeta = (record(f, "checkpoints/step_000008/meta.json") for f in (finished, again))
     assert all(meta[name] == remeta[name] for name in ("loader", "optimizer_steps"))
+
+
+def test_a_run_whose_batch_grows_resumes_bit_by_bit_at_any_step(tmp_path):
+    """Micro-batches per step: 1 in four steps, 2 in two, then 4; delayed scaling follows them."""
+    flags = (
+        "--batch_ramp '256:0 512:1Ki 1Ki:2Ki' --use_te --mixed_precision fp8 --lr_scheduler wsd --no_export"
+    )
+    whole = train(tmp_path / "whole", f"{flags} --save_interval 1 --keep_last 9")
+    assert list(curve(whole, "train/tokens_per_step").values()) == [256] * 4 + [512] * 2 + [1024] * 3
+    summary, last = record(whole, "summary.json"), len(curve(whole))
+    assert summary["train_tokens_seen"] == 5 * 1024 and summary["steps"] == last == 9, "one epoch"
+    for step in (3, 4, 5, 6):
+        resumed = train(tmp_path / f"from-{step}", f"{flags} --resume {whole}/checkpoints/step_{step:06d}")
+        assert curve(resumed) == {at: loss for at, loss in curve(whole).items() if at > step}
+        assert same_bits(saved(resumed, last), saved(whole, last))
 
 
 def test_a_run_in_fp16_follows_fp32_and_resumes_bit_by_bit_with_its_loss_scale(tmp_path, monkeypatch):
@@ -576,5 +592,6 @@ def test_bad_input_is_one_line_and_leaves_no_folder(tmp_path, capsys, monkeypatc
 
 def test_steps_follow_from_epochs_unless_they_are_given():
     settings = {"num_epochs": 3, "gradient_accumulation_steps": 4}
-    assert count_steps(config_from_dict(settings).optim, 10) == 3 * 3
-    assert count_steps(config_from_dict(settings | {"max_steps": 0}).optim, 10) == 0
+    for changes, total in (({}, 3 * 3), ({"max_steps": 0}, 0)):
+        cfg = config_from_dict(settings | changes)
+        assert count_steps(cfg.optim, BatchSchedule.of(cfg, 1), 10) == total

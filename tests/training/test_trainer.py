@@ -21,7 +21,9 @@ from fp8_suite.te_models.kernels.loss import TokenLoss
 from fp8_suite.te_models.shape import ModelShape, model_flops
 from fp8_suite.training.checkpoint.progress import Progress, WallTime
 from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.estimate.sizes import with_sizes
 from fp8_suite.training.guard import NonFinite
+from fp8_suite.training.optim.batch_ramp import BatchSchedule
 from fp8_suite.training.optim.schedule import learning_rate
 from fp8_suite.training.parallel.strategies import Strategy
 from fp8_suite.training.precision.scaling import Scaling
@@ -144,25 +146,25 @@ def trainer(
     """A trainer, and what it logs; four rows a step unless other batches are given."""
     batches = batches or [to_batch(rows(4))]
     settings = {"log_interval": 1, "learning_rate": 0.05, "eval_interval": 0, "save_interval": 0} | settings
-    cfg = config_from_dict(settings)
+    cfg = with_sizes(config_from_dict(settings), 1)
+    batch_schedule = BatchSchedule.of(cfg, 1)
     model, record = model or Bigram(), Record()
     stack = Stack(
         model,
         torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True),
         Strategy("single", torch.device("cpu"), cfg),
         torch.enable_grad,
-        learning_rate=lambda step: learning_rate(step, cfg.optim, total_steps),
+        learning_rate=lambda step: learning_rate(step, cfg.optim, total_steps, batch_schedule.position),
         total_steps=total_steps,
         scaling=scaling or Scaling(),
     )
-    full_rows = cfg.optim.batch_size * cfg.optim.gradient_accumulation_steps
-    meter = Meter(SHAPE, 1, {"bf16": None, "fp8": None}, full_rows=full_rows)
+    meter = Meter(SHAPE, 1, {"bf16": None, "fp8": None}, full_rows=cfg.optim.batch_size)
     evaluation = ListLoader(eval_batches) if eval_batches else None
     loaders = SimpleNamespace(train=ListLoader(batches), eval=evaluation)
     logs = Logs(record, record, meter)
     began = time.perf_counter() - 1.0
     wall_time = WallTime(Path(os.devnull), progress or Progress(), began, gpus=0, nodes=1)  # writes no file
-    return Trainer(cfg, stack, loaders, logs, saver or Saver(), wall_time, Hooks()), record
+    return Trainer(cfg, stack, batch_schedule, loaders, logs, saver or Saver(), wall_time, Hooks()), record
 
 
 def stopped(made) -> bool:
@@ -223,6 +225,47 @@ def test_a_shorter_last_step_of_an_epoch_is_trained_on():
     assert record.series("train/epoch") == pytest.approx([3 / 7, 6 / 7, 1, 10 / 7, 13 / 7, 2])
 
 
+RAMP = "16:0 32:32 64:96"  # 1, 2 and 4 micro-batches in two steps each
+
+
+def test_a_ramp_equals_runs_with_each_accumulation_on_the_same_data():
+    data, constant = (
+        [to_batch([row]) for row in rows(14)],
+        {"lr_scheduler": "constant", "num_warmup_steps": 0},
+    )
+    shape = {"batch_size": 1, "max_seq_length": 16} | constant
+    scaling = CountingScaling()
+    made, record = trainer(data, total_steps=6, batch_ramp=RAMP, scaling=scaling, **shape)
+    assert made.train()
+    model, losses, optimizer, first = Bigram(), [], None, 0
+    for accumulation in (1, 2, 4):
+        part = data[first : first + 2 * accumulation]
+        fixed, log = trainer(
+            part, total_steps=2, model=model, gradient_accumulation_steps=accumulation, **shape
+        )
+        optimizer = fixed.stack.optimizer = optimizer or fixed.stack.optimizer
+        assert fixed.train()
+        losses, first = losses + log.series("train/loss"), first + len(part)
+    assert record.series("train/loss") == losses and torch.equal(weight(made), weight(fixed))
+    assert record.series("train/tokens_per_step") == [16, 16, 32, 32, 64, 64]
+    assert record.series("train/tokens_seen") == [16, 32, 64, 96, 160, 224]
+    assert [event for event in scaling.events if event != "prepare"] == [0.5, 0.5], "with each larger batch"
+
+
+def test_steps_of_a_ramp_count_for_rates_if_they_are_full(monkeypatch):
+    """The epoch of 11 micro-batches ends with a step of one; 1 s a step."""
+    advance = clock(monkeypatch)
+    data = [to_batch([row]) for row in rows(11)]
+    shape = {"batch_size": 1, "max_seq_length": 16, "batch_ramp": RAMP}
+    made, _ = trainer(data, total_steps=6, **shape)
+    made.stack.optimizer.register_step_pre_hook(lambda *_: advance(1))
+    monkeypatch.setattr("fp8_suite.training.trainer.WARMUP_STEPS", 0)
+    assert made.train()
+    meter = made.logs.meter
+    assert [rates["perf/tokens_per_second"] for rates in meter.rates] == [12, 12, 24, 24, 48]
+    assert [rates["perf/tokens_per_second"] for rates in meter.short_rates] == [12]
+
+
 def test_gradients_are_clipped_by_their_global_norm():
     free, unclipped = trainer(total_steps=1, max_grad_norm=0)
     clipped, record = trainer(total_steps=1, max_grad_norm=1e-3)
@@ -261,6 +304,9 @@ class CountingScaling(Scaling):
 
     def scrub(self):
         self.events.append("scrub")
+
+    def scale_gradients(self, factor):
+        self.events.append(factor)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -454,12 +500,12 @@ def test_evaluation_runs_in_eval_mode_with_frozen_scaling_that_is_prepared_first
 
 def test_the_meter_by_hand():
     """Two steps of one and two batches on 2 GPUs: 30 real, 9 label and 48 padded tokens in 4 s."""
-    meter = Meter(SHAPE, 2, {"bf16": 2.0, "fp8": None}, full_rows=3)
+    meter = Meter(SHAPE, 2, {"bf16": 2.0, "fp8": None}, full_rows=2)
     batch = Batch({"input_ids": torch.zeros(2, 8)}, 3, 10, 16, 100, [])
     for _ in range(2):  # the second reading starts from zero
         for micro_batches, seconds, waited in (([batch], 1.0, 0.25), ([batch, batch], 3.0, 0.75)):
             meter.clock = time.perf_counter() - seconds
-            meter.end_step(micro_batches, waited)
+            meter.end_step(micro_batches, waited, full=2)
         meter.seconds = 4.0
         tflops = model_flops(SHAPE, tokens=30, sum_squared_lengths=300) / 4 / 2 / 1e12
         expected = {

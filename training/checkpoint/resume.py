@@ -32,13 +32,14 @@ from fp8_suite.training.config import (
     read_settings,
     settings_path,
 )
+from fp8_suite.training.optim.batch_ramp import BatchSchedule
 from fp8_suite.training.optim.settings import OptimConfig
 
 # Settings that may change if the sequences of a step stay the same, of all ranks or of one.
 BATCH_SPLIT_SETTINGS = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
 # Settings that may change when starting from another run's checkpoint, e.g. after that run diverged.
 RESTART_SETTINGS = (
-    *("learning_rate", "lr_scheduler", "min_lr_ratio", "num_warmup_steps", "warmup_ratio"),
+    *("learning_rate", "lr_scheduler", "min_lr_ratio", "num_warmup_steps", "warmup_ratio", "decay_ratio"),
     *("weight_decay", "max_grad_norm"),
 )
 
@@ -194,9 +195,8 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
     if meta["recipe"] != recipe:
         refused["fp8_scenario"] = (meta["recipe"], recipe)
     if refused:
-        can_keep = (
-            refused.keys() & set(BATCH_SPLIT_SETTINGS) and batch % (cfg.optim.batch_size * world_size) == 0
-        )
+        split = refused.keys() & {"batch_ramp", *BATCH_SPLIT_SETTINGS}
+        can_keep = split and "batch_ramp" not in split and batch % (cfg.optim.batch_size * world_size) == 0
         keep = f"--global_batch_size {batch} keeps its batch; " if can_keep else ""
         raise bad_setting(
             f"saved with other settings ({describe_changes(refused)}); {keep}use the same settings, or "
@@ -265,22 +265,24 @@ def describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:
 
 
 def rank_batch(settings: dict[str, Any]) -> int:
-    """Return the sequences of one rank per optimizer step, of settings without `auto`."""
+    """Return the sequences of one rank per step (at the end of a ramp), of settings without `auto`."""
     return settings["batch_size"] * settings["gradient_accumulation_steps"]
 
 
 # Steps
 
 
-def count_steps(optim: OptimConfig, micro_batches: int | None) -> int:
+def count_steps(optim: OptimConfig, batches: BatchSchedule, micro_batches: int | None) -> int:
     """Return the total optimizer steps, given micro-batches per rank and epoch (None for a stream)."""
     if optim.max_steps is not None:
         return optim.max_steps
     assert micro_batches is not None  # Config refuses --streaming without --max_steps
-    return optim.num_epochs * -(-micro_batches // optim.gradient_accumulation_steps)
+    return batches.steps_after(0, micro_batches, optim.num_epochs)
 
 
-def count_resumed_steps(cfg: Config, meta: dict[str, Any], loader: Any, world_size: int) -> int:
+def count_resumed_steps(
+    cfg: Config, batches: BatchSchedule, meta: dict[str, Any], loader: Any, world_size: int
+) -> int:
     """Return the total optimizer steps of a resumed run; `loader` is at the checkpoint's position.
 
     Normally the settings define the total. If the global batch changed, now or at an earlier resume, it is
@@ -289,16 +291,16 @@ def count_resumed_steps(cfg: Config, meta: dict[str, Any], loader: Any, world_si
     old, saved, per_epoch = meta["config"], meta["total_steps"], loader.micro_batches_per_epoch
     if rank_batch(old) * meta["world_size"] == rank_batch(cfg.to_dict()) * world_size:
         then = replace(cfg.optim, max_steps=old["max_steps"], num_epochs=old["num_epochs"])
-        if saved == count_steps(then, per_epoch):
-            return count_steps(cfg.optim, per_epoch)
+        if saved == count_steps(then, batches, per_epoch):
+            return count_steps(cfg.optim, batches, per_epoch)
         if then == cfg.optim:
             return saved
     if cfg.optim.max_steps is not None or per_epoch is None:
-        return count_steps(cfg.optim, per_epoch)
-    accumulation, epochs = cfg.optim.gradient_accumulation_steps, cfg.optim.num_epochs
-    left = loader.micro_batches_left() if loader.state.epoch < epochs else 0
-    later_epochs = max(0, epochs - loader.state.epoch - 1)
-    return meta["progress"]["step"] + -(-left // accumulation) + later_epochs * -(-per_epoch // accumulation)
+        return count_steps(cfg.optim, batches, per_epoch)
+    step, epochs_left = meta["progress"]["step"], cfg.optim.num_epochs - loader.state.epoch
+    if epochs_left > 0:
+        step = batches.steps_after(step, loader.micro_batches_left(), 1)
+    return batches.steps_after(step, per_epoch, epochs_left - 1)
 
 
 def is_finished(point: ResumePoint, cfg: Config, folder: Path, total_steps: int) -> bool:

@@ -21,7 +21,7 @@ from fp8_suite.training.estimate.sizes import (
     choose_sizes,
     for_tensors,
     gb,
-    global_batch,
+    kept_global_batch,
     unpredicted_sizes,
 )
 
@@ -120,8 +120,9 @@ def _ways_out(sizing: Sizing) -> Iterator[tuple[Changes, int]]:
 
     def more_gpus(factor: int) -> tuple[Changes, int]:
         gpus = factor * request.gpus
-        total = max(gpus, global_batch(request.cfg.optim, request.data_ranks))
-        batch = {"global_batch_size": total, "gradient_accumulation_steps": None}
+        batch = kept_global_batch(request.cfg, request.data_ranks)
+        if total := batch["global_batch_size"]:
+            batch["global_batch_size"] = max(gpus, total)
         return basis | FULLY_SHARDED | batch, gpus
 
     yield from ((changes, request.gpus) for changes in ways_out(sizing))
@@ -147,8 +148,7 @@ def unchanged_numerics(sizing: Sizing) -> Changes:
         return {}
     batch: Changes = {}
     if cfg.optim.batch_size != AUTO:
-        total = global_batch(cfg.optim, sizing.requested.data_ranks)
-        batch = {"global_batch_size": total, "batch_size": AUTO, "gradient_accumulation_steps": None}
+        batch = kept_global_batch(cfg, sizing.requested.data_ranks) | {"batch_size": AUTO}
     if cfg.model.offload_activations:  # offloading needs a level
         return batch
     return batch | {"recompute": AUTO, "gradient_checkpointing": False}

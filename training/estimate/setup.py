@@ -15,6 +15,7 @@ from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape, matmul_parameters, projections
 from fp8_suite.training.config import Config
 from fp8_suite.training.estimate.layout import DATA_ONLY, Layout
+from fp8_suite.training.optim.batch_ramp import BatchSchedule
 from fp8_suite.training.parallel.settings import MODES, ModeSpec
 
 if TYPE_CHECKING:  # imports torch
@@ -151,7 +152,12 @@ class TrainingSetup:
 
     @property
     def accumulation(self) -> int:
+        """Micro-batches per step, at the end of a ramp."""
         return self.cfg.optim.gradient_accumulation_steps
+
+    @property
+    def batches(self) -> BatchSchedule:
+        return BatchSchedule.of(self.cfg, self.data_ranks)
 
     @property
     def recompute(self) -> list[str]:

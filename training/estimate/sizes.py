@@ -21,7 +21,8 @@ from fp8_suite.training.estimate.activations import recomputation_flops, stored_
 from fp8_suite.training.estimate.memory import fp8_copies, peak, resident_state
 from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.step_time import step_seconds
-from fp8_suite.training.optim.settings import DEFAULT_BATCH, OptimConfig
+from fp8_suite.training.optim.batch_ramp import ramp_sequences
+from fp8_suite.training.optim.settings import DEFAULT_BATCH
 from fp8_suite.training.parallel.settings import MODES
 
 # For CUDA, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fit into 150.1 GB, and the
@@ -36,19 +37,28 @@ SPLIT = ("batch_size", "gradient_accumulation_steps")  # settings that split the
 # The global batch
 
 
-def global_batch(optim: OptimConfig, ranks: int) -> int:
-    """Return the sequences per step over all ranks. --batch_size auto gives as many as the default."""
+def global_batch(cfg: Config, ranks: int) -> int:
+    """Return the sequences per step over all ranks, at the end of a ramp.
+
+    --batch_size auto gives as many as the default.
+    """
+    optim = cfg.optim
+    if optim.batch_ramp:
+        return ramp_sequences(cfg, 1, ranks)[-1]
     batch = DEFAULT_BATCH if optim.batch_size == AUTO else optim.batch_size
     return optim.global_batch_size or batch * (optim.gradient_accumulation_steps or 1) * ranks
 
 
-def allowed_batches(optim: OptimConfig, ranks: int) -> list[int]:
+def allowed_batches(cfg: Config, ranks: int) -> list[int]:
     """Return the micro-batches that the settings allow, largest first. UserError if there is none."""
+    optim = cfg.optim
     total, accumulation = optim.global_batch_size, optim.gradient_accumulation_steps
+    if optim.batch_ramp:
+        return _allowed_by_ramp(cfg, ranks)
     if total is None and optim.batch_size != AUTO:
         return [optim.batch_size]
     if total is None:
-        total, accumulation = global_batch(optim, ranks), None
+        total, accumulation = global_batch(cfg, ranks), None
     fixed = {name: value for name in SPLIT if (value := getattr(optim, name)) not in (None, AUTO)}
     unit = ranks * math.prod(fixed.values())  # sequences that the ranks take at once
     is_exact = len(fixed) == len(SPLIT)
@@ -64,14 +74,36 @@ def allowed_batches(optim: OptimConfig, ranks: int) -> list[int]:
     return [size for size in range(min(share, LARGEST_BATCH), 0, -1) if share % size == 0]
 
 
+def kept_global_batch(cfg: Config, ranks: int) -> dict[str, Any]:
+    """Return the settings under which another micro-batch keeps the batch of every step."""
+    total = None if cfg.optim.batch_ramp else global_batch(cfg, ranks)
+    return {"global_batch_size": total, "gradient_accumulation_steps": None}
+
+
+def _allowed_by_ramp(cfg: Config, ranks: int) -> list[int]:
+    """Return the micro-batches that divide the batches of all phases. UserError if there is none."""
+    batch, accumulation = cfg.optim.batch_size, cfg.optim.gradient_accumulation_steps
+    totals = ramp_sequences(cfg, 1 if batch == AUTO else batch, ranks)
+    sizes = [batch] if batch != AUTO else range(LARGEST_BATCH, 0, -1)
+    shared = [size for size in sizes if all(total % (size * ranks) == 0 for total in totals)]
+    if accumulation is None:
+        return shared
+    if allowed := [size for size in shared if size * ranks * accumulation == totals[-1]]:
+        return allowed
+    raise bad_setting(
+        f"--batch_ramp {cfg.optim.batch_ramp} sets the accumulation; drop it",
+        gradient_accumulation_steps=accumulation,
+    )
+
+
 def with_sizes(cfg: Config, ranks: int, batch: int | None = None, recompute: str = "none") -> Config:
     """Return the settings with these choices in place of `auto`, and the accumulation that follows.
 
     The default micro-batch is the largest up to DEFAULT_BATCH. UserError if no split has the global batch.
     """
-    allowed = allowed_batches(cfg.optim, ranks)
+    allowed = allowed_batches(cfg, ranks)
     batch = batch or next((size for size in allowed if size <= DEFAULT_BATCH), allowed[0])
-    accumulation = global_batch(cfg.optim, ranks) // (batch * ranks)
+    accumulation = global_batch(cfg, ranks) // (batch * ranks)
     optim = replace(cfg.optim, batch_size=batch, gradient_accumulation_steps=accumulation)
     chosen = recompute if cfg.model.recompute == AUTO else cfg.model.recompute
     return replace(cfg, optim=optim, model=replace(cfg.model, recompute=chosen))
@@ -79,7 +111,7 @@ def with_sizes(cfg: Config, ranks: int, batch: int | None = None, recompute: str
 
 def check_number_of_ranks(cfg: Config, ranks: int) -> None:
     """Raise UserError for a batch, FP8 weights or an exchange that this number of devices rules out."""
-    allowed_batches(cfg.optim, ranks)
+    allowed_batches(cfg, ranks)
     if ranks > 1 and cfg.precision.fp8_weights and not cfg.lora.enabled:
         raise bad_setting(f"only on one GPU, here {counted(ranks, 'rank')}; drop it", fp8_weights=True)
     if ranks == 1 and cfg.sharding.grad_reduce_dtype == "fp8":
@@ -126,16 +158,12 @@ class Sizing:
     def describe(self) -> str:
         """Return the choice and the prediction in one line."""
         cfg = self.chosen.cfg
-        sizes = f"--batch_size {cfg.optim.batch_size} x {counted_micro_batches(self.chosen.accumulation)}"
+        sizes = f"--batch_size {cfg.optim.batch_size} x {self.chosen.batches.describe()}"
         if self.requested.cfg.model.recompute == AUTO:
             sizes += f", --recompute {cfg.model.recompute}"
         if self.needed is None:
             return f"fit: {sizes}"
         return f"{'fit' if self.fits else 'no fit'}: {sizes}; predicted {gb(self.needed, self.free)}"
-
-
-def counted_micro_batches(number: int) -> str:
-    return f"{number:,} micro-batch{'es' * (number > 1)}"
 
 
 def gb(size: float, total: float) -> str:
@@ -158,7 +186,7 @@ def choose_sizes(request: TrainingSetup, free: float, gpu: Gpu = REFERENCE_GPU) 
     Each size of micro-batch recomputes as little as possible. The choice is the largest of those whose step
     is predicted to be fastest on `gpu`; if nothing fits, it is what needs least.
     """
-    batches = allowed_batches(request.cfg.optim, request.data_ranks)
+    batches = allowed_batches(request.cfg, request.data_ranks)
     candidates = [_least_recomputation(request, batch, free, gpu) for batch in batches]
     if not (fitting := [sizing for sizing in candidates if sizing.fits]):
         return min(candidates, key=lambda sizing: sizing.needed)

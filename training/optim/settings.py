@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, ClassVar, Literal
 
+from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.settings import AUTO, Effect, Section, resumable, setting
 
 DEFAULT_BATCH = 8
+DECAY_RATIO = 0.1
 BATCH = {"minimum": 1, "maximum": 2**20}
 
 
@@ -34,6 +38,11 @@ class OptimConfig(Section):
     gradient_accumulation_steps: int | None = setting(
         1, "micro-batches per step; default: from --global_batch_size, else 1", **BATCH, affects="step"
     )
+    batch_ramp: str | None = setting(
+        None,
+        "tokens per step : tokens seen from which on, such as '4Mi:0 8Mi:252M'; sets the accumulation",
+        affects="step",
+    )
     num_epochs: int = resumable(1, "passes over the training data", minimum=1)
     max_steps: int | None = resumable(
         None,
@@ -41,8 +50,11 @@ class OptimConfig(Section):
         minimum=0,
     )
     learning_rate: float = setting(1e-5, "peak learning rate", above=0)
-    lr_scheduler: Literal["cosine", "linear", "constant"] = setting(
-        "cosine", "learning-rate schedule after warm-up"
+    lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = setting(
+        "cosine", "learning-rate schedule after warm-up; wsd: stable, then linear decay"
+    )
+    decay_ratio: float = setting(
+        DECAY_RATIO, "last share of the run, in which wsd decays", above=0, maximum=1
     )
     min_lr_ratio: float = setting(0.0, "final learning rate as a fraction of the peak", minimum=0, maximum=1)
     num_warmup_steps: int | None = setting(None, "warm-up steps; default: from --warmup_ratio", minimum=0)
@@ -69,5 +81,37 @@ class OptimConfig(Section):
         """Set accumulation that was not given to 1, or to None if the run chooses it at its start."""
         if values.get("gradient_accumulation_steps") is not None:
             return values
-        chosen = values.get("batch_size") == AUTO or values.get("global_batch_size") is not None
+        total = values.get("global_batch_size") or values.get("batch_ramp")
+        chosen = values.get("batch_size") == AUTO or total is not None
         return values | {"gradient_accumulation_steps": None if chosen else 1}
+
+
+def parse_batch_ramp(text: str) -> tuple[tuple[int, int], ...]:
+    """Return (tokens per step, tokens seen from which on) of each phase of --batch_ramp.
+
+    K, M, B and T are powers of 1000, Ki and Mi of 1024. UserError for other units or phases that do not grow.
+    """
+    phases: list[tuple[int, int]] = []
+    for word in text.split() or [""]:
+        tokens, start = map(_parse_tokens, word.partition(":")[::2])
+        if tokens is None or start is None:
+            example = "'4Mi:0 8Mi:252M' (units K, M, B, T, Ki, Mi)"
+            raise bad_setting(f"cannot read {word!r}; give phases such as {example}", batch_ramp=text)
+        if not phases and start:
+            raise bad_setting(
+                f"starts at {start:,} tokens; write '{word.partition(':')[0]}:0'", batch_ramp=text
+            )
+        before = phases[-1] if phases else (0, -1)
+        if tokens <= before[0] or start <= before[1]:
+            reason = f"{word!r} does not grow; give more tokens per step and a later start than before it"
+            raise bad_setting(reason, batch_ramp=text)
+        phases.append((tokens, start))
+    return tuple(phases)
+
+
+def _parse_tokens(text: str) -> int | None:
+    """Return a number such as 2.87T or 4Mi; None if it cannot be read or is not whole."""
+    if not (match := re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)(i?)", text)) or (match[3] and not match[2]):
+        return None
+    tokens = Decimal(match[1]) * (1024 if match[3] else 1000) ** (" KMBT".index(match[2] or " "))
+    return int(tokens) if tokens == int(tokens) else None

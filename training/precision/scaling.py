@@ -36,6 +36,9 @@ class Scaling:
     def scrub(self) -> None:
         """Clear non-finite values after a skipped step."""
 
+    def scale_gradients(self, factor: float) -> None:
+        """Follow a loss that is multiplied by `factor` from now on: a step divides by its label tokens."""
+
     def state(self) -> dict[str, Tensor]:
         """Return the tensors to checkpoint, by name."""
         return {}
@@ -88,6 +91,9 @@ class DelayedScalingState(Scaling):
         for name, tensor in scaling_state(self.model).items():
             if name.endswith("amax_history"):
                 tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def scale_gradients(self, factor: float) -> None:
+        scale_gradients(self.model, factor)
 
     def state(self) -> dict[str, Tensor]:
         # TE has no state yet if this launch ran neither a step nor an evaluation.

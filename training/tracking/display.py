@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,21 +17,29 @@ YEAR = 365 * 86400.0  # seconds
 class Display:
     """Progress bar on a terminal; otherwise one line per update with metrics."""
 
-    def __init__(self, total_steps: int, initial: int, enabled: bool = True) -> None:
-        """`initial` is the step that a resumed run starts from."""
-        self._total, self._initial, self._enabled = total_steps, initial, enabled
+    def __init__(
+        self, total_steps: int, initial: int, enabled: bool = True, tokens: Callable[[int], int] | None = None
+    ) -> None:
+        """`initial` is the step that a run resumes at; `tokens` maps steps to tokens seen if these grow."""
+        self._total, self._enabled = total_steps, enabled
+        self._position = tokens or (lambda step: step)
+        self._first, self._last = map(self._position, (initial, total_steps))
         self._started = time.monotonic()
         off = not (enabled and sys.stderr.isatty())
-        self._bar = tqdm(total=total_steps, initial=initial, unit="step", dynamic_ncols=True, disable=off)
+        unit = {"unit": "token", "unit_scale": True} if tokens else {"unit": "step"}
+        self._bar = tqdm(total=self._last, initial=self._first, dynamic_ncols=True, disable=off, **unit)
 
     def update(self, step: int, metrics: dict[str, Any]) -> None:
         """Show progress after `step` steps; `metrics` may be empty."""
         shown = progress_texts(metrics)
         if not self._bar.disable:
+            if self._bar.unit == "token":
+                self._bar.set_description(f"step {step}/{self._total}", refresh=False)
             self._bar.set_postfix_str(", ".join(shown) or self._bar.postfix, refresh=False)
-            self._bar.update(step - self._bar.n)
+            self._bar.update(self._position(step) - self._bar.n)
         elif shown and self._enabled:
-            seconds = (time.monotonic() - self._started) / max(1, step - self._initial) * (self._total - step)
+            done = self._position(step)
+            seconds = (time.monotonic() - self._started) / max(1, done - self._first) * (self._last - done)
             # A huge --max_steps means "until stopped".
             left = [f"left {timedelta(seconds=round(seconds))}"] if seconds < YEAR else []
             print(" | ".join([f"step {step}/{self._total}", *shown, *left]), flush=True)

@@ -26,6 +26,8 @@ METRICS: dict[str, Metric] = {
     "train/grad_norm": Metric("gradient norm", "{:.3g}", terminal="grad norm {:.3g}"),
     "train/loss_scale": Metric("loss scale", "{:,.0f}", "last"),
     "train/learning_rate": Metric("learning rate", "{:.2e}", terminal="lr {:.2e}"),
+    "train/tokens_per_step": Metric("tokens per step", "{:,.0f}", "last", "{:,.0f} tokens per step"),
+    "train/tokens_seen": Metric("tokens seen", "{:,.0f}", "last"),
     "eval/loss": Metric("eval loss", "{:.4f}", "last"),
     "eval/perplexity": Metric("perplexity", "{:.2f}", "last"),
     "eval/token_accuracy": Metric("token accuracy", "{:.2%}", "last"),

@@ -42,7 +42,7 @@ def test_accumulation_follows_from_the_global_batch(settings, ranks, expected):
     cfg = config_from_dict(settings)
     optim = with_sizes(cfg, ranks).optim
     assert (optim.batch_size, optim.gradient_accumulation_steps) == expected
-    assert math.prod(expected) * ranks == global_batch(cfg.optim, ranks)
+    assert math.prod(expected) * ranks == global_batch(cfg, ranks)
     assert optim.global_batch_size == cfg.optim.global_batch_size
     assert with_sizes(with_sizes(cfg, ranks), ranks).optim == optim
 

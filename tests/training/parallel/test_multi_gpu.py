@@ -106,6 +106,15 @@ def sharded(tmp_path_factory) -> dict[str, Path]:
     return {name: train(folder / name, f"{SHARDED} {flags}").folder for name, flags in settings.items()}
 
 
+RAMP = "--batch_ramp '256:0 512:1Ki 1Ki:2Ki' --lr_scheduler wsd --save_interval 4 --no_export"
+
+
+@pytest.fixture(scope="module")
+def ramp(tmp_path_factory) -> Path:
+    """An epoch on one rank, with 1, 2 and 4 micro-batches per step."""
+    return train(tmp_path_factory.mktemp("ramp") / "one", RAMP, ranks=1).folder
+
+
 def check_group_timeouts(rank: int) -> None:
     """Check that every process group, also a library's, has the suite's timeout."""
     train_all = Trainer.train
@@ -295,6 +304,19 @@ def test_a_global_batch_is_kept_on_other_ranks_and_accumulation_follows(tmp_path
     assert curve(one) == pytest.approx(rest(job.folder, 2), rel=1e-5)
     settings = json.loads((one / "settings.json").read_text())
     assert [settings[name] for name in sizes] == [6, 2, 12]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "ds_zero2"])
+def test_a_batch_grows_on_two_ranks_as_on_one_and_tokens_seen_survive_a_change_of_ranks(mode, ramp, tmp_path):
+    two = train(tmp_path / "two", f"{RAMP} --batch_size 1 --sharding_mode {mode}").folder
+    one = resume(tmp_path / "one", two, 4, f"{RAMP} --batch_size 1", ranks=1)
+    assert curve(two) == pytest.approx(curve(ramp), rel=1e-5) and curve(one) == pytest.approx(
+        rest(two, 4), rel=1e-5
+    )
+    for folder, ranks in ((two, 2), (one, 1)):
+        for name in ("train/learning_rate", "train/tokens_seen"):
+            wanted = {step: value for step, value in curve(ramp, name).items() if step in curve(folder)}
+            assert curve(folder, name) == wanted, (name, ranks)
 
 
 # Signals

@@ -83,7 +83,7 @@ def test_profiled_steps_do_not_count_in_rates(monkeypatch):
     for step in range(1, 7):
         observers.before_step(step)
         now += 1
-        meter.end_step([batch], waited=0.0)
+        meter.end_step([batch], waited=0.0, full=1)
         observers.after_step(step)
         if step % 2 == 0:
             assert meter.read(lambda counts: counts, lambda times: times, warm=True)["perf/step_seconds"] == 1
