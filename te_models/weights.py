@@ -280,25 +280,26 @@ def _fill(
     for index in sorted(set(indices.unique_consecutive().tolist())):
         # Consecutive in the source, as `fuse_qkv` and torch.cat keep the order of a tensor's rows.
         positions = (indices == index).nonzero().flatten()
-        begin, end = (int(numbers[positions[i]]) - (index << ROW_BITS) for i in (0, -1))
+        first, last = int(positions[0]), int(positions[-1])
+        rows = slice(first, last + 1) if last - first < len(positions) else positions
+        begin, end = (int(numbers[i]) - (index << ROW_BITS) for i in (first, last))
         values = source.rows(owners[index], begin, end + 1)
         if split and parameter.requires_grad and owners[index] in source.fp8:
             values, low = split(values)
             if not hasattr(parameter, "low_half"):
                 parameter.low_half = torch.zeros(target.shape, dtype=torch.int16, device=target.device)
-            _copy_rows(parameter.low_half, positions, low)
-        _copy_rows(target, positions, values)
+            _copy_rows(parameter.low_half, rows, low)
+        _copy_rows(target, rows, values)
 
 
-def _copy_rows(target: Tensor, positions: Tensor, values: Tensor) -> None:
-    """Copy values [n, ...] to the ascending rows `positions` [n] of `target`, on a GPU without waiting."""
-    assert len(values) == len(positions)
-    first, last = positions[0].item(), positions[-1].item()
-    if last - first + 1 == len(positions):
-        target[first : last + 1].copy_(values, non_blocking=target.is_cuda)
+def _copy_rows(target: Tensor, rows: slice | Tensor, values: Tensor) -> None:
+    """Copy values [n, ...] to n rows of `target`; on a GPU, without waiting for the copy."""
+    on_gpu = target.is_cuda
+    if isinstance(rows, slice):
+        target[rows].copy_(values, non_blocking=on_gpu)
     else:
-        values = values.to(target.device, non_blocking=target.is_cuda).to(target.dtype)
-        target.index_copy_(0, positions.to(target.device, non_blocking=target.is_cuda), values)
+        values = values.to(target.device, non_blocking=on_gpu).to(target.dtype)
+        target.index_copy_(0, rows.to(target.device, non_blocking=on_gpu), values)
 
 
 def _first_row(parameter: DTensor) -> int:

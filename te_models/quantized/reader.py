@@ -52,10 +52,12 @@ def dequantize(values: Tensor, scales: Tensor, block: Block, *, first_row: int =
     height, width = block[0] or first_row + rows, block[1] or columns
     skipped, whole = first_row // height, columns // width
     scales = scales[skipped : (first_row + rows - 1) // height + 1].to(values.device, non_blocking=True)
-    scales = scales.float().repeat_interleave(height, 0)[first_row - skipped * height :][:rows]
+    scales = scales.float()[:, None].expand(-1, height, -1).flatten(0, 1)
+    scales = scales[first_row - skipped * height :][:rows]  # [n, ceil(columns / width)]
     product = values.float()
     product[:, : whole * width].unflatten(1, (whole, width)).mul_(scales[:, :whole, None])
-    product[:, whole * width :].mul_(scales[:, whole:])  # the last blocks, if cut off
+    if whole * width < columns:  # the last blocks are smaller
+        product[:, whole * width :].mul_(scales[:, whole:])
     return product
 
 
