@@ -65,7 +65,11 @@ class Suite:
 
 
 class KeptStager(DefaultStager):
-    """torch 2.11's async_save closes the stager after each save, with its memory; torch 2.13's does not."""
+    """A stager that keeps its memory: torch 2.11 closes it after each save, torch 2.13 does not."""
+
+    def __init__(self, options: StagingOptions):
+        super().__init__(options)
+        self._state_dict_stager.close = lambda: None
 
     def close(self) -> None: ...
 
