@@ -202,6 +202,18 @@ def test_goodput_and_starts_are_those_of_the_record():
         assert f"{starts[name]:.1f}" in text
 
 
+def test_starts_and_exports_in_fp8_are_those_of_the_record():
+    text = (ROOT / "docs/fp8_checkpoints.md").read_text(encoding="utf-8")
+    runs = {run.name: run for run in runs_of("fp8-checkpoints")}
+    loading, starting = re.findall(rf"({NUMBER})(?: s from FP8 files and in | and )({NUMBER}) s", text)[:2]
+    for index, name in enumerate(("8b-from-fp8", "8b-from-bf16")):
+        environment = runs[name].environment
+        assert shows(loading[index], environment["seconds_by_phase"]["building the model"])
+        assert shows(starting[index], environment["seconds_to_first_step"])
+    seconds = re.search(rf"together take ({NUMBER}) s", text)[1]
+    assert shows(seconds, runs["8b-export"].value("wall_seconds_by_kind")["export"])
+
+
 def test_emulated_losses_are_as_far_from_te_s_as_the_page_says():
     runs = {run.name: dict(run.series("train/loss")) for run in runs_of("h200-recipes")}
     text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
