@@ -16,8 +16,9 @@ from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config
 from fp8_suite.training.estimate.layout import DATA_ONLY, Layout, check_layout
 from fp8_suite.training.estimate.modes import make_setup
-from fp8_suite.training.estimate.setup import ModelSize
+from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
 from fp8_suite.training.estimate.sizes import Sizing, check_number_of_ranks, choose_sizes, why_unpredicted
+from fp8_suite.training.estimate.slices import rank_setups
 from fp8_suite.training.parallel.settings import DEEPSPEED_MODES, MODES
 
 
@@ -102,7 +103,7 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
             checks.check_lm_head(name, shape.hidden_size, shape.vocab_size)
 
 
-def _refuse_layout(cfg: Config, layout: Layout) -> None:
+def refuse_layout(cfg: Config, layout: Layout) -> None:
     """Raise UserError for settings that plans of tensor and pipeline parallelism do not cover."""
     if layout.slices > 1 and not cfg.model.use_te:
         raise bad_setting("plans need TE layers; add --use_te", **layout.flags)
@@ -117,6 +118,11 @@ def _refuse_layout(cfg: Config, layout: Layout) -> None:
         raise bad_setting("not planned with tensor or pipeline parallelism; drop it", **wrong)
 
 
+def check_shards(setup: TrainingSetup) -> None:
+    """Raise UserError if --hsdp_shard_size does not divide the ranks with the same slice of the model."""
+    assert rank_setups(setup)[0].shards
+
+
 def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int, layout: Layout = DATA_ONLY) -> Sizing:
     """Choose mode, optimizer and sizes as training would. UserError for what it or the planner refuses."""
     mode, per_node = cfg.sharding.sharding_mode, min(gpus, gpus_per_node)
@@ -126,13 +132,12 @@ def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int, layout: La
         settings, reason = rule
         raise bad_setting(reason, **settings)
     model, memory = read_model(cfg.model.model_name), int(gpu.memory_gb * 1e9)
-    _refuse_layout(cfg, layout)
+    refuse_layout(cfg, layout)
     check_layout(layout, model.size.shape, gpus, per_node, cfg.data.max_seq_length)
     check_number_of_ranks(cfg, gpus // (layout.cp * layout.slices))
     refuse_what_training_refuses(cfg, model)
     if gpus == 1 and (mode == AUTO or not MODES[mode].offload):
         mode = "single"
-    if mode == "hsdp":
-        cfg.sharding.shard_size(gpus, per_node)  # UserError if it does not divide the GPUs
     request, _ = make_setup(cfg, model.size, mode, gpus, per_node, memory, layout=layout)
+    check_shards(request)
     return choose_sizes(request, memory, gpu)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from fp8_suite.benchmarks.plan.layouts import best_layouts, layout_flags, layouts_table
 from fp8_suite.benchmarks.plan.limits import limits_table
 from fp8_suite.benchmarks.plan.predict import Plan, alternatives, make_plan
 from fp8_suite.benchmarks.records.launch import command_parser
@@ -75,6 +76,8 @@ def run(argv: list[str]) -> str:
     gpu = read_gpu(args, cfg)
     if args.disk_gb_per_second is None and "save_interval" in given_settings(training, PROG, owned=()):
         args.disk_gb_per_second = DISK_GBS
+    if args.best_layout:
+        return _best_layouts(cfg, gpu, args)
     plans, refused = _make_plans(cfg, gpu, args)
     tables = _tables(plans, args.tokens, args.price_per_gpu_hour)
     choices = [f"\n{_gpus(plan)}: {plan.sizing.describe()}" for plan in plans if plan.sizing.is_choice]
@@ -84,13 +87,37 @@ def run(argv: list[str]) -> str:
     return "\n".join([*tables, "", limits_table(plans), *notes])
 
 
+def _best_layouts(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> str:
+    """Return tables of the fastest layouts by number of GPUs, and of the fastest one's parts."""
+    layout, tables, fastest = _layout(args), [], []
+    cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
+    for gpus in args.gpus:
+        tables.append(f"{counted(gpus, 'GPU')}:")
+        try:
+            plans = best_layouts(cfg, gpu, layout, gpus=gpus, **cluster)
+        except UserError as error:
+            if gpus == args.gpus[-1] and not fastest:
+                raise
+            tables.append(str(error))
+            continue
+        fastest.append(plans[0])
+        trained = next((plan for plan in plans if plan.setup.layout.slices == 1), None)
+        runs = f"Fastest that training runs: {layout_flags(trained) if trained else 'none fits'}"
+        tables += [layouts_table(plans), f"Fastest: {layout_flags(plans[0])}\n{runs}"]
+    return "\n".join(["\n\n".join(tables), "", *_tables(fastest, args.tokens, args.price_per_gpu_hour)])
+
+
+def _layout(args: argparse.Namespace) -> Layout:
+    return Layout(*(getattr(args, flag) for flag in LAYOUT_FLAGS))
+
+
 def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[Plan], list[str]]:
     """Return the plans, and notes on numbers of GPUs that these settings exclude."""
     plans, refused = [], []
     for gpus in args.gpus:
         try:
             cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
-            cluster["layout"] = Layout(*(getattr(args, flag) for flag in LAYOUT_FLAGS))
+            cluster["layout"] = _layout(args)
             plans.append(make_plan(cfg, gpu, gpus=gpus, **cluster, disk_gbs=args.disk_gb_per_second))
             if (names := auto_settings(cfg)) and _exceeds_counts(plans[-1]):  # training refuses it too
                 raise bad_setting(f"{UNCOMPILED}; give a value", **dict.fromkeys(names, AUTO))
@@ -283,6 +310,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--network_gbs", type=_positive, default=NETWORK_BANDWIDTH / 1e9, metavar="X", help=network)
     for flag, text in LAYOUT_FLAGS.items():
         add(f"--{flag}", type=_whole, default=1, metavar="N", help=f"{text} (default: 1)")
+    best = "find the fastest layout with this --global_batch_size; sizes above 1 are kept"
+    add("--best_layout", action="store_true", help=best)
     disk = "disk bandwidth of all nodes in GB/s; adds a column with goodput (default with --save_interval: 1"
     add("--disk_gb_per_second", type=_positive, metavar="X", help=f"{disk}; 2.6 on an H100 host)")
     tokens = "training tokens, such as 15e12; adds a column with days"

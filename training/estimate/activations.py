@@ -119,7 +119,9 @@ def host_activations(setup: TrainingSetup) -> float:
 
 def stored_activations(setup: TrainingSetup) -> float:
     """Return the bytes of activations on the GPU when backward begins."""
-    kept = [(level, kept_activations(setup, level)) for level in setup.recompute]
+    levels = setup.recompute
+    sizes = {level: kept_activations(setup, level) for level in set(levels)}
+    kept = [(level, sizes[level]) for level in levels]
     if not setup.cfg.model.offload_activations:
         return sum(size for _, size in kept)
     leaving = [size for level, size in kept if level != "none"][-IN_FLIGHT:]

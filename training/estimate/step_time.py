@@ -156,9 +156,9 @@ def _launch_seconds(setup: TrainingSetup) -> float:
 def step_seconds(setup: TrainingSetup, gpu: Gpu, *, network: float = NETWORK_BANDWIDTH) -> dict[str, float]:
     """Return the seconds of one optimizer step by part, for full sequences and without data loading.
 
-    In a pipeline all ranks take the time of the slowest.
+    In a pipeline all ranks take the time of the slowest: the last, which has the LM head, or one before it.
     """
-    steps = (_rank_seconds(rank, gpu, network) for rank in rank_setups(setup))
+    steps = (_rank_seconds(rank, gpu, network) for rank in rank_setups(setup)[-2:])
     return max(steps, key=lambda parts: sum(parts.values()))
 
 

@@ -1,0 +1,156 @@
+"""Find the fastest layout for a model, a sequence length and a number of GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from fp8_suite.benchmarks.plan.inputs import check_shards, read_model, refuse_layout
+from fp8_suite.benchmarks.plan.predict import Plan, make_plan
+from fp8_suite.benchmarks.report.tables import markdown
+from fp8_suite.core.errors import UserError, as_flag, bad_setting, counted
+from fp8_suite.core.gpus import Gpu
+from fp8_suite.core.settings import AUTO
+from fp8_suite.training.config import Config
+from fp8_suite.training.estimate.layout import Layout, check_layout
+from fp8_suite.training.estimate.memory import peak
+from fp8_suite.training.estimate.modes import make_setup
+from fp8_suite.training.estimate.setup import TrainingSetup
+from fp8_suite.training.estimate.sizes import allowed_batches, for_tensors, with_sizes
+from fp8_suite.training.estimate.step_time import step_seconds
+from fp8_suite.training.optim.settings import OptimConfig
+
+SHOWN = 5  # layouts of a table
+MODES_TRIED = ("ddp", "fsdp_grad", "hsdp", "fsdp_full")
+# Tokens of a micro-batch from which GEMMs fill a GPU, and the fewest of a sequence that a rank is given.
+FULL, SHORTEST = 8192, 2048
+COLUMNS = (
+    *("CP x TP x PP x data", "stages per rank", "mode", "micro-batch", "recompute"),
+    *("peak GB", "step ms", "tokens/s", "TFLOP/s"),
+)
+
+
+def best_layouts(cfg: Config, gpu: Gpu, layout: Layout, *, gpus: int, **cluster: float) -> list[Plan]:
+    """Return the fastest plans on `gpus` GPUs, and last the fastest that training runs, if there is one.
+
+    Sizes of `layout` other than 1 are kept; `cluster` are arguments of `make_plan`. UserError if none fits.
+    """
+    if cfg.optim.global_batch_size is None and not cfg.optim.batch_ramp:
+        reason = "layouts have different numbers of data ranks; add --global_batch_size"
+        raise bad_setting(reason, best_layout=True)
+    optim = replace(cfg.optim, batch_size=AUTO, gradient_accumulation_steps=None)
+    recompute = AUTO if cfg.model.recomputation == "none" else cfg.model.recompute
+    cfg = replace(cfg, optim=optim, model=replace(cfg.model, recompute=recompute))
+    if limit := cfg.sharding.memory_limit_gb:
+        gpu = gpu._replace(memory_gb=limit)
+    layouts = list(_layouts(cfg, layout, gpus, int(cluster["gpus_per_node"])))
+    plans = _fastest(cfg, gpu, layouts, SHOWN, gpus=gpus, **cluster)
+    if not plans:
+        raise bad_setting(f"no layout on {counted(gpus, 'GPU')} fits; use more GPUs", best_layout=True)
+    if not any(plan.setup.layout.slices == 1 for plan in plans):
+        trained = [layout for layout in layouts if layout.slices == 1]
+        plans += _fastest(cfg, gpu, trained, 1, gpus=gpus, **cluster)
+    return plans
+
+
+def _layouts(cfg: Config, fixed: Layout, gpus: int, per_node: int) -> Iterator[Layout]:
+    """Yield the layouts that divide model, sequences and GPUs, and that settings do not exclude."""
+    shape, length = read_model(cfg.model.model_name).size.shape, cfg.data.max_seq_length
+    divisors = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    cps = [size for size in divisors if size == 1 or length // size >= SHORTEST]
+    tps = [size for size in divisors if size <= per_node]
+    for pp in (size for size in divisors if size <= shape.num_layers):
+        stages = range(1, -(-shape.num_layers // pp) + 1) if pp > 1 else (1,)
+        for layout in (Layout(cp, tp, pp, virtual) for cp, tp, virtual in product(cps, tps, stages)):
+            try:
+                refuse_layout(cfg, layout)
+                check_layout(layout, shape, gpus, min(gpus, per_node), length)
+            except UserError:
+                continue
+            if fixed.flags.items() <= layout.flags.items():
+                yield layout
+
+
+def _fastest(
+    cfg: Config, gpu: Gpu, layouts: list[Layout], number: int, *, gpus: int, **cluster: float
+) -> list[Plan]:
+    """Return the plans of the fastest CP x TP x PP, by branch and bound over stages per rank and modes.
+
+    The bound is the time without recomputation. Only the last choice tries all sizes of micro-batches.
+    """
+    setups = _setups(cfg, gpu, layouts, gpus, int(cluster["gpus_per_node"]))
+    network = {"network": 1e9 * cluster["network_gbs"]}
+    timed = [(sum(step_seconds(setup, gpu, **network).values()), setup) for setup in setups]
+    fastest: dict[tuple[int, ...], Plan] = {}  # by CP, TP and PP
+
+    def plan(setup: TrainingSetup, optim: OptimConfig) -> Plan:
+        sharding = replace(cfg.sharding, sharding_mode=setup.mode)
+        changed = replace(cfg, sharding=sharding, optim=optim)
+        return make_plan(changed, gpu, gpus=gpus, layout=setup.layout, **cluster)
+
+    for seconds, setup in sorted(timed, key=lambda pair: pair[0]):
+        steps = sorted(plan.step for plan in fastest.values())
+        if len(steps) >= number and seconds > steps[number - 1]:
+            break
+        key = (setup.layout.cp, setup.layout.tp, setup.layout.pp)
+        known = fastest[key].step if key in fastest else math.inf
+        if seconds < known and _least_memory(setup) <= for_tensors(1e9 * gpu.memory_gb):
+            candidate = plan(setup, setup.cfg.optim)
+            if candidate.fits and candidate.step < known:
+                fastest[key] = candidate
+    ranked = sorted(fastest.values(), key=lambda plan: plan.step)[:number]
+    return sorted((plan(best.setup, cfg.optim) for best in ranked), key=lambda plan: plan.step)
+
+
+def _setups(
+    cfg: Config, gpu: Gpu, layouts: list[Layout], gpus: int, per_node: int
+) -> Iterator[TrainingSetup]:
+    """Yield setups for each layout and mode: with micro-batches of FULL tokens, and with the smallest."""
+    model, mode = read_model(cfg.model.model_name).size, cfg.sharding.sharding_mode
+    modes = MODES_TRIED if mode == AUTO else (mode,)
+    for layout, mode in product(layouts, modes):
+        try:
+            args = (cfg, model, mode, gpus, min(gpus, per_node), 1e9 * gpu.memory_gb)
+            request, _ = make_setup(*args, layout=layout)
+            batches = allowed_batches(cfg, request.data_ranks)
+            check_shards(request)
+        except UserError:
+            continue
+        length = cfg.data.max_seq_length // layout.cp
+        full = next((size for size in batches if size * length <= FULL), batches[-1])
+        for batch in {full, batches[-1]}:
+            yield replace(request, cfg=with_sizes(cfg, request.data_ranks, batch))
+
+
+def _least_memory(setup: TrainingSetup) -> float:
+    """Return the peak bytes of the setup with the smallest micro-batch and the most recomputation."""
+    cfg, optim, level = setup.cfg, setup.cfg.optim, setup.cfg.model.recompute
+    if level == "none":
+        level = "full" if cfg.model.use_te else "layer"
+    accumulation = optim.batch_size * optim.gradient_accumulation_steps
+    optim = replace(optim, batch_size=1, gradient_accumulation_steps=accumulation)
+    cfg = replace(cfg, optim=optim, model=replace(cfg.model, recompute=level))
+    return sum(peak(replace(setup, cfg=cfg)).values())
+
+
+def layouts_table(plans: list[Plan]) -> str:
+    """Return a table of layouts with their choices and predictions."""
+    rows = []
+    for plan in plans:
+        setup, cfg, layout = plan.setup, plan.setup.cfg, plan.setup.layout
+        sizes = f"{layout.cp} x {layout.tp} x {layout.pp} x {setup.data_ranks}"
+        batch = f"{cfg.optim.batch_size} x {setup.accumulation:,}"
+        cells = [sizes, str(layout.virtual), setup.mode, batch, cfg.model.recomputation]
+        rates = f"{1e3 * plan.step:,.0f}", f"{plan.tokens_per_second:,.0f}", f"{plan.tflops:.0f}"
+        rows.append([*cells, f"{plan.peak / 1e9:.1f}", *rates])
+    return markdown(COLUMNS, rows)
+
+
+def layout_flags(plan: Plan) -> str:
+    """Return the flags of a plan's layout."""
+    setup, cfg = plan.setup, plan.setup.cfg
+    mode = {} if setup.mode == "single" else {"sharding_mode": setup.mode}
+    sizes = {"batch_size": cfg.optim.batch_size, "recompute": cfg.model.recomputation}
+    return " ".join(as_flag(*flag) for flag in (setup.layout.flags | mode | sizes).items())
