@@ -76,6 +76,7 @@ def test_a_memory_limit_is_kept(tmp_path):
         "fp8 --fp8_scenario current",
         "fp8 --moment_dtype bf16 --gradient_accumulation_steps 3",
         "fp8 --moment_dtype fp8,fp16",
+        "fp8 --batch_ramp '1Ki:0 2Ki:4Ki 4Ki:16Ki'",
     ],
 )
 def test_a_stopped_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, precision):
