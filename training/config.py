@@ -351,12 +351,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def load_config_file(path: str) -> dict[str, Any]:
     """Read flat settings from a YAML file or a run's settings.json. UserError names the file."""
+    recorded = Path(path).name == "settings.json"
     try:
-        loaded = drop_removed(read_yaml_settings(path), recorded=Path(path).name == "settings.json")
+        loaded = drop_removed(read_yaml_settings(path), recorded=recorded)
     except UserError as error:
         raise error if "config" in error.flags else bad_setting(str(error), config=path) from None
     total = loaded.get("global_batch_size") or loaded.get("batch_ramp")
-    if total and loaded.keys() >= all_settings().keys():
-        # A run's settings.json: on other ranks the run keeps its global batch, and accumulation follows.
+    if total and recorded:  # on other ranks the run keeps its global batch, and accumulation follows
         return loaded | {"gradient_accumulation_steps": None}
     return loaded
