@@ -82,7 +82,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
 def measure(argv: list[str]) -> int:
     """Run all repeats and report on them. Returns 0, or the exit code of the first failed run."""
     arguments, requested = parse(argv)
-    optim = with_sizes(config_from_dict(requested), arguments.gpus).optim  # `auto` may choose another split
+    cfg = config_from_dict(requested)
+    data_ranks = cfg.sharding.data_ranks(arguments.gpus)
+    optim = with_sizes(cfg, data_ranks).optim  # `auto` may choose another split
     accumulation = optim.gradient_accumulation_steps
     interval, profiled, uncounted = schedule(accumulation, arguments.profile)
     steps = uncounted + COUNTED * interval if arguments.steps is None else arguments.steps
@@ -102,7 +104,7 @@ def measure(argv: list[str]) -> int:
     folder = Path(cfg.checkpoint.output_dir or f"runs/throughput/{now}")
     if not synthetic:
         return run_repeats(settings, folder, arguments)
-    rows = steps * accumulation * optim.batch_size * arguments.gpus
+    rows = steps * accumulation * optim.batch_size * data_ranks
     with made_up_rows(folder, rows=rows, tokens=cfg.data.max_seq_length) as text:
         settings = {"split_name": "train"} | settings | {"dataset_name": str(text)}
         return run_repeats(settings, folder, arguments)

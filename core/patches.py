@@ -91,6 +91,9 @@ TE_ATTENTION = Patch(
     (
         f"{_TE}.attention.dot_product_attention.backends:fused_attn_fwd",
         "flash_attn.cute.interface:_flash_attn_fwd",
+        # Under context parallelism, once or several times in a layer:
+        f"{_TE}.attention.dot_product_attention.context_parallel:fused_attn_fwd",
+        f"{_TE}.attention.dot_product_attention.backends:_flash_attn_fwd_v4",
     ),
     why="as for TE's GEMMs; attention in other backends runs again",
     during=_RECOMPUTED,

@@ -26,6 +26,7 @@ import numpy as np
 from datasets import Dataset
 from fp8_suite.core.errors import bad_setting, counted
 from fp8_suite.data.chat import Encoder
+from fp8_suite.data.context import WHOLE, Context
 from fp8_suite.data.demo import SPLIT_ALIASES
 from fp8_suite.data.loader import Loader
 from fp8_suite.data.order import Layout, Stored, Stream
@@ -54,6 +55,7 @@ class BatchShape:
     micro_batches_per_step: int = 1  # prefetched by the workers
     rank: int = 0
     world_size: int = 1
+    context: Context = WHOLE  # this rank's part of each sequence
     pin_memory: bool = False
 
 
@@ -178,12 +180,13 @@ def build_layout(
     pads = [tokenizer.pad_token_id, tokenizer.eos_token_id]  # an added token may have no embedding
     return Layout(
         max_seq_length=cfg.max_seq_length,
-        pad_multiple=shape.pad_multiple,
+        pad_multiple=shape.context.row_multiple(shape.pad_multiple),
         packing=cfg.packing,
         batch_size=shape.batch_size,
         pad_id=next((pad for pad in pads if pad is not None and pad < vocab_size), 0),
         rank=shape.rank,
         world_size=shape.world_size,
+        context=shape.context,
     )
 
 

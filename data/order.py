@@ -2,7 +2,8 @@
 
 A bin is the samples of one batch row. With batch size B and W ranks, a global micro-batch is the next B * W
 bins, and rank r gets bins r * B to (r + 1) * B - 1 of them. The order does not depend on W, so a loader's
-state is only its epoch and the next bin.
+state is only its epoch and the next bin. Ranks that share sequences (`context`) get the same bins. Their
+padding of samples widens rows, so bins do not depend on it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from fp8_suite.core.errors import UserError, bad_setting, counted
 from fp8_suite.data.collate import Batch, Sample, build_batch, round_up
+from fp8_suite.data.context import WHOLE, Context
 from fp8_suite.data.packing import pack, permutation
 from fp8_suite.data.reading.rows import DROPPED
 from fp8_suite.data.reading.sources import explaining_read_errors
@@ -48,6 +50,7 @@ class Layout:
     pad_id: int
     rank: int
     world_size: int
+    context: Context = WHOLE
 
     @property
     def width(self) -> int:
@@ -68,14 +71,20 @@ class Layout:
         """Build this rank's batch of a global micro-batch; a rank without bins gets one row of padding."""
         rows = list(fetch(bins[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]))
         if self.packing:
-            width = self.width if rows else self.pad_multiple
-            batch = build_batch(rows, width, self.pad_id, max_seqlen=self.width)
+            width = max(self.width, *map(self._padded, rows)) if rows else self.pad_multiple
+            batch = build_batch(rows, width, self.pad_id, max_seqlen=self.width, context=self.context)
         else:
             longest = max((len(sample.ids) for row in rows for sample in row), default=1)
-            batch = build_batch(rows, round_up(longest, self.pad_multiple), self.pad_id)
+            width = round_up(longest, self.pad_multiple)
+            batch = build_batch(rows, width, self.pad_id, context=self.context)
         # The model may have no more positions than max_seq_length, also for padding.
         batch.inputs["position_ids"].clamp_(max=self.max_seq_length - 1)
         return batch
+
+    def _padded(self, row: list[Sample]) -> int:
+        """Return the tokens of a packed row, with the padding of its samples and its own."""
+        lengths = (round_up(len(sample.ids), self.context.multiple) for sample in row)
+        return round_up(sum(lengths), self.pad_multiple)
 
     def measure(self, lengths: np.ndarray, bins: Iterator[list[int]]) -> tuple[int, int]:
         """Return the number of bins, and their token count including padding."""

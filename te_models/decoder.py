@@ -110,6 +110,8 @@ class TECausalLM(nn.Module):
             )
         if self.fuses_qkv_rope:
             fuse_qkv_rope(layer)
+        if self.options.context:
+            self.options.context.enter(layer)
         return layer
 
     def _add_adapters(self) -> None:
@@ -219,6 +221,7 @@ class TECausalLM(nn.Module):
 
         `cu_seqlens` [N+1] int32: sequence boundaries in the T tokens of a packed batch. Positions are derived
         from `cu_seqlens`, or are 0 to S-1 without it; `position_ids` [B, S] int64, if given, must equal them.
+        Under context parallelism T and S are of this rank's tokens, and `cu_seqlens` is of whole sequences.
         """
         hidden = self.embed_tokens(input_ids)  # [B, S, D]
         if torch.is_grad_enabled() and not hidden.requires_grad:
@@ -246,6 +249,8 @@ class TECausalLM(nn.Module):
                 "max_seqlen_kv": max_seqlen,
                 "pad_between_seqs": False,  # otherwise TE compares cu_seqlens on the host, which syncs
             }
+            if self.options.context:  # sequences include their padding, so these are the same object
+                arguments |= {"cu_seqlens_q_padded": cu_seqlens, "cu_seqlens_kv_padded": cu_seqlens}
         if self.offload and torch.is_grad_enabled():
             self.offload.begin()
         for layer, level in zip(self.layers, self.recompute, strict=True):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from fp8_suite.data.context import Context
 from fp8_suite.te_models.backend import Backend
 from fp8_suite.te_models.kernels.selection import DEFAULT_KERNELS, Kernels
 from fp8_suite.te_models.lora.settings import LoraConfig
@@ -22,6 +23,21 @@ class NativeOptions:
     fuse_gradient_sums: bool = False  # wgrad GEMMs accumulate in `main_grad`: `training.optim.accumulation`
     weight_recipe: Any = None  # recipe of FP8 primary weights, see `fp8_weights.quantize_shards`
     frozen_recipe: Any = None  # recipe of frozen FP8 weights, see `fp8_weights.frozen_in_fp8`
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Ranks that share this rank's sequences, and how their attention exchanges keys and values."""
+
+    part: Context  # this rank's part of each sequence
+    comm_type: str  # TE's `cp_comm_type`
+    group: Any  # process group; for a2a+p2p those of both
+    ranks: list[int]  # global numbers
+    stream: Any  # CUDA stream beside the main one; None on a CPU
+
+    def enter(self, layer: nn.Module) -> None:
+        """Let the attention of a te.TransformerLayer, native or emulated, exchange keys and values."""
+        layer.set_context_parallel_group(self.group, self.ranks, self.stream, self.comm_type)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +60,7 @@ class BuildOptions:
     reentrant: bool = False  # reentrant activation checkpointing, required by DeepSpeed's ZeRO-3 hooks
     shard: Callable[[nn.Module], None] | None = None  # shards the model, if possible on the meta device
     lora: LoraConfig = field(default_factory=LoraConfig)  # adapters to train instead of the weights
+    context: ContextParallel | None = None  # TE layers only
     kernels: Kernels = DEFAULT_KERNELS  # selected by `training.kernels`
     native: NativeOptions = field(default_factory=NativeOptions)
     # Options of Hugging Face's layers only:

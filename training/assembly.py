@@ -12,11 +12,12 @@ from fp8_suite.core.recipes import TORCHAO_RECIPES
 from fp8_suite.data.collate import round_up
 from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.fp8_weights import quantize_shards, quantize_weights
-from fp8_suite.te_models.options import BuildOptions, NativeOptions
+from fp8_suite.te_models.options import BuildOptions, ContextParallel, NativeOptions
 from fp8_suite.training.config import Config
 from fp8_suite.training.estimate.sizes import compiles_layers
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.optim.adamw import split_master
+from fp8_suite.training.parallel.context_parallel import check_attention, join_context
 from fp8_suite.training.precision import precision_map, torchao_fp8
 from fp8_suite.training.precision.fp8_stats import Fp8Stats
 from fp8_suite.training.precision.recipes import Precision, build_autocast
@@ -47,7 +48,13 @@ def assemble(prepared: PreparedRun) -> Assembly:
     }
 
     fp8_stats = Fp8Stats(cfg, precision, prepared.folder)  # TE inspects only modules built after this
-    model = _build_model(prepared, dtypes)
+    context = join_context(
+        strategy.topology, prepared.resolved.cp_comm_type, prepared.resolved.shape, strategy.device
+    )
+    model = _build_model(prepared, dtypes, context)
+    if context:
+        prepared.watchdog.starting("testing attention")
+        check_attention(model, context)
     # A phase of its own, so that the watchdog can name ranks that are still loading weights.
     prepared.watchdog.starting("building the optimizer")
     precision_map.apply(model, precision)
@@ -75,10 +82,13 @@ def assemble(prepared: PreparedRun) -> Assembly:
     return Assembly(model, wrapped, optimizer, parameters, autocast, fp8_stats)
 
 
-def _build_model(prepared: PreparedRun, dtypes: dict[str, torch.dtype]) -> nn.Module:
+def _build_model(
+    prepared: PreparedRun, dtypes: dict[str, torch.dtype], context: ContextParallel | None
+) -> nn.Module:
     cfg, precision, strategy = prepared.cfg, prepared.resolved.precision, prepared.strategy
     setup = prepared.sizing.chosen
     torchao = precision.effective in TORCHAO_RECIPES
+    row_multiple = strategy.topology.context.row_multiple(precision.token_multiple)
     splits = setup.optimizer.kind == "fused_adamw" and setup.optimizer.master_weights
     splits = splits and prepared.resume is None and prepared.total_steps > 0
     options = BuildOptions(
@@ -92,11 +102,12 @@ def _build_model(prepared: PreparedRun, dtypes: dict[str, torch.dtype]) -> nn.Mo
         compute_dtype=dtypes["compute_dtype"],
         fp8_lm_head=cfg.precision.fp8_lm_head,
         packed=cfg.data.packing,
-        max_positions=round_up(cfg.data.max_seq_length, precision.token_multiple),
+        max_positions=round_up(cfg.data.max_seq_length, row_multiple),
         recompute=cfg.model.recomputation,
         offload_activations=cfg.model.offload_activations,
         reentrant=strategy.reentrant,
         shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
+        context=context,
         kernels=prepared.kernels,
         native=NativeOptions(
             cache_fp8_weights=precision.fp8 and setup.caches_fp8_weights,

@@ -69,6 +69,8 @@ def _flash_attention_applies(run: KernelInputs) -> bool:
     if run.precision.te_backend == "emulated" or (run.native and flash_attention.set_by_user()):
         return False
     supported = run.cfg.precision.mixed_precision in ("bf16", "fp8") and run.shape is not None
+    # TE has no a2a+p2p in FlashAttention 4.
+    supported = supported and run.cfg.sharding.cp_comm_type != "a2a+p2p"
     enabled = run.cfg.model.flash_attention and supported
     return enabled and flash_attention.why_not(run.shape.head_dim) is None
 

@@ -33,6 +33,7 @@ from fp8_suite.training.trainer import Hooks, Logs
 KNOWN_AFTER_FIRST_STEP = (
     "coverage",
     "attention_backend",
+    "cp_comm_type",
     "flash_attention",
     "seconds_to_first_step",
     "seconds_by_phase",
@@ -92,6 +93,7 @@ class Observers(Hooks):
         self.environment |= {
             "coverage": asdict(covered),
             "attention_backend": backend,
+            "cp_comm_type": self.prepared.resolved.cp_comm_type,
             "flash_attention": self._flash_attention_version(),
             "seconds_to_first_step": round(time.perf_counter() - self.prepared.started, 2),
             "seconds_by_phase": self._start_up(),
@@ -196,7 +198,7 @@ def open_logs(
         peaks,
         emulated=precision.emulated,
         adapters=prepared.sizing.chosen.model.adapters,
-        full_rows=cfg.optim.batch_size * strategy.topology.data_size,
+        full_rows=cfg.optim.batch_size * strategy.topology.sum_size,
     )
     batches, on_rank0 = prepared.batches, strategy.topology.rank == 0
     display = Display(prepared.total_steps, done, on_rank0, batches.position if batches.is_ramp else None)

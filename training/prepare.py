@@ -234,6 +234,7 @@ def _load_data(cfg: Config, resolved: Resolved, strategy: Strategy, *, resumes: 
             micro_batches_per_step=cfg.optim.gradient_accumulation_steps,
             rank=strategy.topology.data_rank,
             world_size=strategy.topology.data_size,
+            context=strategy.topology.context,
             pin_memory=strategy.device.type == "cuda",
         ),
         seed=cfg.optim.seed,

@@ -15,6 +15,7 @@ from fp8_suite.training.config import Config
 from fp8_suite.training.export.loss import require_fp8_export
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.context_parallel import comm_type
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.precision import checks, precision_map, recipes, torchao_fp8
 from fp8_suite.training.precision.recipes import Precision
@@ -29,6 +30,7 @@ class Resolved:
     shape: ModelShape | None  # None for an unknown architecture
     flops_shape: ModelShape | None  # `shape`, or None if the run's FLOPs cannot be counted
     weights_digests: dict[str, str]  # compared across ranks; empty on a single rank
+    cp_comm_type: str | None = None  # that runs; None without context parallelism
 
 
 def resolve(cfg: Config) -> Resolved:
@@ -68,7 +70,8 @@ def resolve(cfg: Config) -> Resolved:
     if cfg.precision.master_weights == "none":
         print_rank0(optim.MASTER_NONE_WARNING)
     weights_digests = digests(spec) if ranks.world_size() > 1 else {}
-    return Resolved(precision, spec, shape, _flops_shape(cfg, spec, shape), weights_digests)
+    communication = comm_type(cfg.sharding, shape, precision.te_backend)
+    return Resolved(precision, spec, shape, _flops_shape(cfg, spec, shape), weights_digests, communication)
 
 
 def _flops_shape(cfg: Config, spec: ModelSpec, shape: ModelShape | None) -> ModelShape | None:

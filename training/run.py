@@ -168,6 +168,8 @@ def _report_model(prepared: PreparedRun, assembly: Assembly) -> None:
     if (topology := strategy.topology).world_size > 1:
         nodes = f" on {topology.nodes} nodes" if topology.nodes > 1 else ""
         where = f"{topology.world_size} x {strategy.device.type}{nodes}, {strategy.mode}"
+        if communication := resolved.cp_comm_type:
+            where += f", {topology.cp} share each sequence ({communication})"
     kind = layers.get(resolved.precision.te_backend, "Hugging Face")
     print_rank0(
         f"{resolved.model.name}: {assembly.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"

@@ -35,6 +35,11 @@ class VariantRun(GridRun):
         """True if it has the first seed."""
         return self.name == self.variant
 
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that train on different sequences."""
+        return self.cfg.sharding.data_ranks(self.gpus)
+
 
 def build_runs(
     variants: list[Variant],
@@ -91,10 +96,10 @@ def _baseline(variant: Variant, by_name: dict[str, Variant]) -> str | None:
 def check_before_start(runs: list[VariantRun]) -> None:
     """Raise UserError if results would be incomparable, or if a run lacks its model or data."""
     reference = runs[0]
-    batch = global_batch(reference.cfg, reference.gpus)
+    batch = global_batch(reference.cfg, reference.data_ranks)
     for run in runs:
-        check_number_of_ranks(run.cfg, run.gpus)
-        if (size := global_batch(run.cfg, run.gpus)) != batch:
+        check_number_of_ranks(run.cfg, run.data_ranks)
+        if (size := global_batch(run.cfg, run.data_ranks)) != batch:
             raise bad_input(
                 f"{run.name} and {reference.name} cannot be compared: --batch_size x "
                 f"--gradient_accumulation_steps x ranks is {size} and {batch}; choose equal products, or "

@@ -82,7 +82,11 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
     if not shape.sees_all(length := cfg.data.max_seq_length):
         reason = f"predictions do not cover the sliding window of {shape.window} tokens; use at most that"
         raise bad_setting(reason, max_seq_length=length)
-    from fp8_suite.training.precision import checks, precision_map  # imported here because they import torch
+    # Imported here because they import torch.
+    from fp8_suite.training.parallel.context_parallel import comm_type
+    from fp8_suite.training.precision import checks, precision_map
+
+    comm_type(cfg.sharding, shape, "native")
 
     if cfg.model.use_te and Path(name, "config.json").exists():  # TE supports all presets
         from transformers import AutoConfig

@@ -45,7 +45,6 @@ GPU_FLAGS = {
     "link_gbs": ("link_bandwidth", 1e9, "for another GPU: NVLink or PCIe bandwidth in GB/s, one direction"),
 }
 LAYOUT_FLAGS = {
-    "context_parallel_size": "ranks that share a sequence",
     "tensor_parallel_size": "GPUs of a node that share each layer; training does not run it",
     "pipeline_parallel_size": "ranks that share the layers; training does not run it",
     "virtual_stages": "pipeline stages per rank; more than 1: interleaved 1F1B",
@@ -89,7 +88,7 @@ def run(argv: list[str]) -> str:
 
 def _best_layouts(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> str:
     """Return tables of the fastest layouts by number of GPUs, and of the fastest one's parts."""
-    layout, tables, fastest = _layout(args), [], []
+    layout, tables, fastest = _layout(cfg, args), [], []
     cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
     for gpus in args.gpus:
         tables.append(f"{counted(gpus, 'GPU')}:")
@@ -107,8 +106,8 @@ def _best_layouts(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> str:
     return "\n".join(["\n\n".join(tables), "", *_tables(fastest, args.tokens, args.price_per_gpu_hour)])
 
 
-def _layout(args: argparse.Namespace) -> Layout:
-    return Layout(*(getattr(args, flag) for flag in LAYOUT_FLAGS))
+def _layout(cfg: Config, args: argparse.Namespace) -> Layout:
+    return Layout(cfg.sharding.context_parallel_size, *(getattr(args, flag) for flag in LAYOUT_FLAGS))
 
 
 def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[Plan], list[str]]:
@@ -117,13 +116,13 @@ def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[P
     for gpus in args.gpus:
         try:
             cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
-            cluster["layout"] = _layout(args)
+            cluster["layout"] = _layout(cfg, args)
             plans.append(make_plan(cfg, gpu, gpus=gpus, **cluster, disk_gbs=args.disk_gb_per_second))
             if (names := auto_settings(cfg)) and _exceeds_counts(plans[-1]):  # training refuses it too
                 raise bad_setting(f"{UNCOMPILED}; give a value", **dict.fromkeys(names, AUTO))
         except UserError as error:
             by_number = {"batch_ramp", "global_batch_size", "grad_reduce_dtype", "hsdp_shard_size"}
-            by_number |= {"fp8_weights", *LAYOUT_FLAGS}
+            by_number |= {"fp8_weights", "context_parallel_size", *LAYOUT_FLAGS}
             one_number = by_number & set(error.flags)
             if not one_number or (gpus == args.gpus[-1] and not plans):
                 raise

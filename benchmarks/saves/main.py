@@ -61,7 +61,8 @@ def measure(argv: list[str]) -> int:
         stop_with_parent()
     allow_expandable_segments()
     cfg, world_size = config_from_dict(settings), int(os.environ.get("WORLD_SIZE", 1))
-    rows = global_batch(with_sizes(cfg, world_size), world_size)  # of a step, which is repeated
+    data_ranks = cfg.sharding.data_ranks(world_size)
+    rows = global_batch(with_sizes(cfg, data_ranks), data_ranks)  # of a step, which is repeated
     folder, tokens = Path(cfg.checkpoint.output_dir), cfg.data.max_seq_length
     with throughput.made_up_rows(folder, rows=rows, tokens=tokens) as text:
         cfg = config_from_dict(settings | {"dataset_name": str(text), "split_name": "train"})

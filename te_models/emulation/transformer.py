@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fp8_suite.te_models.emulation import context
 from fp8_suite.te_models.emulation.layers import (
     LayerNormLinear,
     LayerNormMLP,
@@ -29,15 +30,27 @@ class DotProductAttention(Fp8Module):
     """
 
     num_gemms = 3
+    context_group: Any = None  # ranks that share sequences; S and T are then of this rank's tokens
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Map q [B, S, H, K], k and v [B, S, G, K] to [B, S, H*K]; or [T, ., K] with `cu_seqlens` [N+1]."""
         self.initialize(q.device)
+        if self.context_group:
+            boundaries = self.boundaries(q, cu_seqlens)
+            flat = (x.flatten(0, -3) for x in (q, k, v))  # [T, ., K]
+            return context.attend(*flat, boundaries, self.context_group).view(*q.shape[:-2], -1)
         if cu_seqlens is None:
             return self._attend(q, k, v)
         lengths = cu_seqlens.diff().tolist()
         sequences = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
         return torch.cat([self._attend(*(x[None] for x in qkv))[0] for qkv in sequences if len(qkv[0])])
+
+    def boundaries(self, q: Tensor, cu_seqlens: Tensor | None) -> list[int]:
+        """Return the boundaries of whole sequences; without `cu_seqlens` every row is one."""
+        if cu_seqlens is not None:
+            return cu_seqlens.tolist()
+        rows, width = q.shape[0], q.shape[1] * self.context_group.size()
+        return [row * width for row in range(rows + 1)]
 
     @staticmethod
     def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,7 +93,11 @@ class MultiheadAttention(nn.Module):
         q, k, v = (part.flatten(-3, -2) for part in (q, k, v))  # [..., H or G, K]
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        angles = rope_at_positions(rope, q, cu_seqlens)
+        if group := self.core_attention.context_group:
+            places = context.positions(self.core_attention.boundaries(q, cu_seqlens), group)
+            angles = rope[places, 0].view(*q.shape[:-2], 1, -1)
+        else:
+            angles = rope_at_positions(rope, q, cu_seqlens)
         return self.proj(self.core_attention(rotate(q, angles), rotate(k, angles), v, cu_seqlens))
 
 
@@ -149,6 +166,10 @@ class TransformerLayer(nn.Module):
             hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **factory_kwargs
         )
 
+    def set_context_parallel_group(self, group: Any, ranks: list[int], stream: Any, comm_type: str) -> None:
+        assert comm_type == "all_gather", f"{comm_type} is not emulated"
+        self.self_attention.core_attention.context_group = group
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -158,12 +179,15 @@ class TransformerLayer(nn.Module):
         cu_seqlens_kv: Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
         pad_between_seqs: bool = False,
     ) -> Tensor:
         """Map [B, S, D], or packed [T, D] with `cu_seqlens_q` [N+1]; RoPE angles [P, 1, 1, K] float32.
 
-        The other arguments are for TE's signature: keys have the queries' sequences.
+        The other arguments are for TE's signature: keys have the queries' sequences, without padding between.
         """
+        assert cu_seqlens_q_padded is None or cu_seqlens_q_padded is cu_seqlens_q
         for module in self.modules():
             if isinstance(module, Fp8Module):
                 module.fsdp2 = isinstance(self, FSDPModule)

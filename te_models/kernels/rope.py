@@ -21,6 +21,7 @@ from torch import Tensor, nn
 ATTENTION_ARGUMENTS = (
     *("attn_mask_type", "window_size", "pad_between_seqs"),
     *("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"),
+    *("cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
 )
 
 

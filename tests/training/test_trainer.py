@@ -64,7 +64,9 @@ def rows(count: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def to_batch(part) -> Batch:
     ids, labels = (torch.stack(t) for t in zip(*part, strict=True))
     counted = int((labels != -100).sum())
-    return Batch({"input_ids": ids, "labels": labels}, counted, ids.numel(), ids.numel(), 0, [])
+    return Batch(
+        {"input_ids": ids, "labels": labels}, counted, ids.numel(), ids.numel(), 0, [*range(len(ids))]
+    )
 
 
 class ListLoader:
@@ -501,7 +503,7 @@ def test_evaluation_runs_in_eval_mode_with_frozen_scaling_that_is_prepared_first
 def test_the_meter_by_hand():
     """Two steps of one and two batches on 2 GPUs: 30 real, 9 label and 48 padded tokens in 4 s."""
     meter = Meter(SHAPE, 2, {"bf16": 2.0, "fp8": None}, full_rows=2)
-    batch = Batch({"input_ids": torch.zeros(2, 8)}, 3, 10, 16, 100, [])
+    batch = Batch({"input_ids": torch.zeros(2, 8)}, 3, 10, 16, 100, [0, 1])
     for _ in range(2):  # the second reading starts from zero
         for micro_batches, seconds, waited in (([batch], 1.0, 0.25), ([batch, batch], 3.0, 0.75)):
             meter.clock = time.perf_counter() - seconds

@@ -187,8 +187,8 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
             f"({', '.join(unknown)}); resume with that version, or start a new run from its export",
             resume=point.path,
         )
-    saved_ranks, batch = meta["world_size"], rank_batch(meta["config"]) * meta["world_size"]
-    new_batch = rank_batch(cfg.to_dict()) * world_size
+    saved_ranks, settings = meta["world_size"], cfg.to_dict()
+    batch, new_batch = step_batch(meta["config"], saved_ranks), step_batch(settings, world_size)
     allowed, refused = split_changes(
         meta["config"], cfg, saved_ranks, world_size, restarts=not point.same_run
     )
@@ -196,7 +196,8 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
         refused["fp8_scenario"] = (meta["recipe"], recipe)
     if refused:
         split = refused.keys() & {"batch_ramp", *BATCH_SPLIT_SETTINGS}
-        can_keep = split and "batch_ramp" not in split and batch % (cfg.optim.batch_size * world_size) == 0
+        unit = cfg.optim.batch_size * cfg.sharding.data_ranks(world_size)
+        can_keep = split and "batch_ramp" not in split and batch % unit == 0
         keep = f"--global_batch_size {batch} keeps its batch; " if can_keep else ""
         raise bad_setting(
             f"saved with other settings ({describe_changes(refused)}); {keep}use the same settings, or "
@@ -228,9 +229,9 @@ def split_changes(
     # fp8 and bf16 both sum micro-batches in BF16, and one rank exchanges nothing.
     if 1 in (old_ranks, new_ranks) and set(refused.get("grad_reduce_dtype", ())) == {"bf16", "fp8"}:
         permitted.append("grad_reduce_dtype")
-    share, new_share = rank_batch(old), rank_batch(cfg.to_dict())
-    grows_with_ranks = share == new_share and None in refused.get("global_batch_size", (None,))
-    if share * old_ranks == new_share * new_ranks or grows_with_ranks:
+    settings, no_global_batch = cfg.to_dict(), None in refused.get("global_batch_size", (None,))
+    grows_with_ranks = rank_batch(old) == rank_batch(settings) and no_global_batch
+    if step_batch(old, old_ranks) == step_batch(settings, new_ranks) or grows_with_ranks:
         permitted += BATCH_SPLIT_SETTINGS
     allowed = {name: refused.pop(name) for name in permitted if name in refused}
     return allowed, refused
@@ -269,6 +270,11 @@ def rank_batch(settings: dict[str, Any]) -> int:
     return settings["batch_size"] * settings["gradient_accumulation_steps"]
 
 
+def step_batch(settings: dict[str, Any], world_size: int) -> int:
+    """Return the sequences of all ranks per optimizer step, of settings without `auto`."""
+    return rank_batch(settings) * (world_size // settings.get("context_parallel_size", 1))
+
+
 # Steps
 
 
@@ -289,7 +295,7 @@ def count_resumed_steps(
     the steps done plus ceil(remaining micro-batches / accumulation).
     """
     old, saved, per_epoch = meta["config"], meta["total_steps"], loader.micro_batches_per_epoch
-    if rank_batch(old) * meta["world_size"] == rank_batch(cfg.to_dict()) * world_size:
+    if step_batch(old, meta["world_size"]) == step_batch(cfg.to_dict(), world_size):
         then = replace(cfg.optim, max_steps=old["max_steps"], num_epochs=old["num_epochs"])
         if saved == count_steps(then, batches, per_epoch):
             return count_steps(cfg.optim, batches, per_epoch)

@@ -57,7 +57,9 @@ def _kept_widths(setup: TrainingSetup, level: str) -> list[float]:
     """
     s = setup.model.shape
     queries, keys, hidden = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, setup.hidden
-    widths = {"qkv": queries + 2 * keys, "attention": queries, "output": hidden}
+    # In a ring, attention has a result for each rank's keys.
+    results = setup.layout.cp if setup.cfg.sharding.cp_comm_type in ("p2p", "a2a+p2p") else 1
+    widths = {"qkv": queries + 2 * keys, "attention": results * queries, "output": hidden}
     widths["gate_up"] = 2 * s.ffn_hidden_size
     keeps_results = setup.cfg.model.use_te and setup.mode_spec.stage != 3
     return [hidden, *(widths[name] for name in KEPT[level] if keeps_results)]

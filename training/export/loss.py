@@ -10,6 +10,7 @@ import torch
 from fp8_suite.core.errors import UserError, bad_setting, one_line
 from fp8_suite.core.packages import version
 from fp8_suite.core.readers import read_record
+from fp8_suite.data.context import WHOLE
 from fp8_suite.data.loader import Loader
 from fp8_suite.data.order import Stored
 from fp8_suite.te_models.hugging_face import HFCausalLM
@@ -64,7 +65,7 @@ def model_loss(inner: nn.Module, rows: Loader, spec: ModelSpec, device: torch.de
     """Return the mean loss of transformers' model over the label tokens of all ranks' `rows`."""
     model = HFCausalLM(inner, known_family=spec.is_known_family).eval()
     model.choose_attention(device, next(inner.parameters()).dtype)
-    layout = replace(rows.source.layout, rank=0, world_size=1)
+    layout = replace(rows.source.layout, rank=0, world_size=1, context=WHOLE)
     source = Stored(rows.source.samples, layout, seed=rows.source.seed)
     loader = Loader(source, identity={}, num_workers=0, pin_memory=False)
     loss, label_tokens = torch.zeros((), device=device, dtype=torch.float64), 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.errors import bad_setting, counted
 from fp8_suite.core.packages import ROOT
 from fp8_suite.core.readers import UnreadableFile, read_json
 from fp8_suite.core.settings import Section, resumable, setting
@@ -59,6 +59,12 @@ class ShardingConfig(Section):
     hsdp_shard_size: int | None = resumable(
         None, "ranks that share one copy of the model under hsdp; default: the ranks of a node", minimum=1
     )
+    context_parallel_size: int = resumable(
+        1, "ranks that share each sequence, with --use_te (docs/multi_gpu.md)", minimum=1
+    )
+    cp_comm_type: Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"] = resumable(
+        "auto", "how the ranks of a sequence attend; auto: a2a if they divide the heads, else all_gather"
+    )
     grad_reduce_dtype: Literal["fp32", "bf16", "fp8"] = setting(
         "fp32", "dtype of gradient sums over ranks and micro-batches; fp8: sent in FP8, accumulated in BF16"
     )
@@ -77,6 +83,16 @@ class ShardingConfig(Section):
         affects="nothing",
     )
 
+    def data_ranks(self, ranks: int) -> int:
+        """Return the ranks that read different rows. UserError if --context_parallel_size does not divide."""
+        if ranks % (size := self.context_parallel_size):
+            fitting = [n for n in range(2, ranks + 1) if ranks % n == 0]
+            way_out = f"use {' or '.join(map(str, fitting))}" if fitting else "start several with torchrun"
+            raise bad_setting(
+                f"does not divide {counted(ranks, 'rank')}; {way_out}", context_parallel_size=size
+            )
+        return ranks // size
+
     def shard_size(self, gpus: int, gpus_per_node: int) -> int:
         """Return the ranks that share one copy of the model under hsdp. UserError if they cannot."""
         size = self.hsdp_shard_size or min(gpus, gpus_per_node)
@@ -85,6 +101,9 @@ class ShardingConfig(Section):
                 f"does not divide the {gpus} ranks; use a divisor, or --sharding_mode fsdp_full",
                 hsdp_shard_size=size,
             )
+        if size % (context := self.context_parallel_size):
+            reason = "the ranks of a sequence share one copy of the model; use a multiple of their number"
+            raise bad_setting(reason, hsdp_shard_size=size, context_parallel_size=context)
         if size == 1 and self.grad_reduce_dtype == "fp8":
             reason = "shard size 1 has nothing to exchange; use ddp, or a larger size"
             raise bad_setting(reason, grad_reduce_dtype="fp8", hsdp_shard_size=size)

@@ -8,8 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import torch.distributed as dist
+from fp8_suite.data.context import Context
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.settings import MODES, ShardingConfig
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")  # a rank's number counts through them, the last one fastest
@@ -31,6 +34,7 @@ class Topology:
     shard: int = 1
     cp: int = 1
     tp: int = 1
+    context_group: ProcessGroup | None = None  # ranks that share this one's sequences, if there are several
 
     @property
     def world_size(self) -> int:
@@ -47,6 +51,11 @@ class Topology:
         return self.rank // (self.cp * self.tp) % self.data_size
 
     @property
+    def context(self) -> Context:
+        """This rank's part of each sequence."""
+        return Context(self.cp, self.rank // self.tp % self.cp)
+
+    @property
     def sum_size(self) -> int:
         """Number of ranks over which losses, counts and gradients are summed."""
         return self.data_size * self.cp
@@ -61,9 +70,17 @@ class Topology:
 
 def build_topology(cfg: ShardingConfig, mode: str) -> Topology:
     """Arrange all ranks for a sharding mode. Collective. UserError if the sizes do not fit."""
-    world_size, spec = ranks.world_size(), MODES[mode]
-    shards = 1 if spec.engine in ("none", "ddp") else world_size
+    world_size, spec, cp = ranks.world_size(), MODES[mode], cfg.context_parallel_size
+    shards = cp if spec.engine in ("none", "ddp") else world_size
     if spec.in_groups:
         local_size = ranks.local_rank_and_size()[1]
         shards = ranks.run_on_rank0(lambda: cfg.shard_size(world_size, local_size))
-    return Topology(ranks.rank(), ranks.num_nodes(), replicate=world_size // shards, shard=shards)
+    group = dist.new_subgroups(cp, timeout=ranks.COLLECTIVE_TIMEOUT)[0] if cp > 1 else None
+    return Topology(
+        rank=ranks.rank(),
+        nodes=ranks.num_nodes(),
+        replicate=world_size // shards,
+        shard=shards // cp,
+        cp=cp,
+        context_group=group,
+    )

@@ -69,7 +69,9 @@ class DelayedScalingState(Scaling):
         No optimizer step is applied and the RNG state is restored. Backward runs on the summed loss, see
         `scale_gradients`.
         """
-        strategy, wrapped, inputs = self.strategy, self.wrapped, first_tokens(batch.inputs)
+        strategy, wrapped = self.strategy, self.wrapped
+        # A part of a sequence that ranks share would need all of them to agree on it.
+        inputs = batch.inputs if strategy.topology.cp > 1 else first_tokens(batch.inputs)
         devices = [strategy.device] if strategy.device.type == "cuda" else []
         # Attention kernels advance the RNG even without dropout.
         with torch.random.fork_rng(devices):

@@ -26,7 +26,7 @@ class Meter:
     peaks: dict[str, float | None]  # TFLOP/s of the GPU, by precision
     emulated: bool = False
     adapters: int = 0  # parameters of LoRA; the model's weights are then frozen
-    full_rows: int = 1  # sequences of a full micro-batch of all ranks
+    full_rows: int = 1  # rows of a full micro-batch, of all ranks
     seconds: float = 0.0
     waited: float = 0.0
     steps: int = 0
@@ -54,7 +54,7 @@ class Meter:
         for batch in micro_batches:
             for name in ("real_tokens", "label_tokens", "padded_tokens", "sum_squared_lengths"):
                 self.counts[name] = self.counts.get(name, 0) + getattr(batch, name)
-            rows = len(batch.inputs["input_ids"]) if batch.real_tokens else 0  # 0: padding only
+            rows = len(batch.inputs["input_ids"]) if batch.sample_ids else 0  # 0: padding only
             self.counts["rows"] = self.counts.get("rows", 0) + rows
         return seconds
 

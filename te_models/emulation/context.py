@@ -1,0 +1,57 @@
+"""Emulated attention under context parallelism: TE's all_gather, in plain PyTorch.
+
+T tokens of this rank, N ranks, H query heads, G key/value groups, K head size.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from fp8_suite.data.context import Context
+from torch import Tensor
+
+
+class _AllGather(torch.autograd.Function):
+    """Stack the tensors of all ranks, [N, T, G, K]; backward sums their gradients for this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.float()
+        dist.all_reduce(total, group=ctx.group)
+        return total[ctx.group.rank()].to(grad.dtype), None
+
+
+def positions(boundaries: list[int], group: Any) -> Tensor:
+    """Return the positions of this rank's tokens in their sequences, int64 [T]."""
+    places = Context(group.size(), group.rank()).places(boundaries)
+    starts = np.asarray(boundaries)[np.searchsorted(boundaries, places, side="right") - 1]
+    return torch.from_numpy(places - starts)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: list[int], group: Any) -> Tensor:
+    """Map this rank's q [T, H, K], k and v [T, G, K] to [T, H*K]; `boundaries` are of whole sequences."""
+    places = [Context(group.size(), rank).places(boundaries) for rank in range(group.size())]
+    order = torch.from_numpy(np.argsort(np.concatenate(places)))
+    k, v = (_AllGather.apply(x, group).flatten(0, 1)[order] for x in (k, v))  # [T*N, G, K]
+    spans = list(pairwise(boundaries))
+    parts = q.split([(end - start) // group.size() for start, end in spans])
+    where = positions(boundaries, group).split([len(part) for part in parts])
+    out = []
+    for (start, end), part, at in zip(spans, parts, where, strict=True):
+        mask = at[:, None] >= torch.arange(end - start)  # a query sees keys up to its own position
+        rows = (x[None].transpose(1, 2) for x in (part, k[start:end], v[start:end]))  # [1, H or G, ., K]
+        attended = F.scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        out.append(attended[0].transpose(0, 1).flatten(1))
+    return torch.cat(out)

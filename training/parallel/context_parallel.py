@@ -1,0 +1,157 @@
+"""Context parallelism: ranks share each sequence, and attention exchanges keys and values between them.
+
+Shapes: T tokens of whole sequences, H query heads, G key/value groups, K head size.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from fp8_suite.core.errors import EXIT_FAILED, UserError, bad_setting
+from fp8_suite.core.settings import AUTO
+from fp8_suite.te_models.decoder import TECausalLM
+from fp8_suite.te_models.options import ContextParallel
+from fp8_suite.te_models.shape import ModelShape
+from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.settings import ShardingConfig
+from fp8_suite.training.parallel.topology import Topology
+from torch import Tensor
+
+CHUNK = 16  # tokens of a chunk of the shorter sequence in the self-test
+LARGEST_ERROR = 0.05  # relative; BF16 rounding is below 0.01
+
+
+def comm_type(cfg: ShardingConfig, shape: ModelShape, backend: str | None) -> str | None:
+    """Return TE's `cp_comm_type` for this run, or None without context parallelism.
+
+    `auto` prefers a2a: a kernel sees whole sequences, and has one result to keep for recomputation. UserError
+    if the heads cannot be split, or if emulated layers do not have it.
+    """
+    if (size := cfg.context_parallel_size) == 1:
+        return None
+    chosen = cfg.cp_comm_type
+    if chosen == AUTO:
+        chosen = "a2a" if backend == "native" and _splits(shape, size) else "all_gather"
+    if backend == "emulated" and chosen != "all_gather":
+        reason = "emulated TE layers gather keys and values; use all_gather, or auto"
+        raise bad_setting(reason, cp_comm_type=chosen)
+    heads = f"{shape.num_heads} query heads and {shape.num_kv_heads} key heads"
+    flags = {"cp_comm_type": chosen, "context_parallel_size": size}
+    if chosen == "a2a" and not _splits(shape, size):
+        raise bad_setting(f"cannot split {heads} evenly; use p2p or all_gather", **flags)
+    if chosen == "a2a+p2p" and not _a2a_size(shape, size):
+        raise bad_setting(f"has no divisor in between that splits {heads}; use p2p", **flags)
+    return chosen
+
+
+def _splits(shape: ModelShape, size: int) -> bool:
+    heads = math.gcd(shape.num_heads, shape.num_kv_heads)
+    return heads % size == heads % 2 == 0  # TE's kernels need even numbers of heads
+
+
+def _a2a_size(shape: ModelShape, size: int) -> int | None:
+    """Return how many ranks exchange heads in a2a+p2p: the most that leave several for the ring, or None."""
+    fitting = [n for n in range(2, size) if size % n == 0 and _splits(shape, n)]
+    return max(fitting, default=None)
+
+
+def join_context(
+    topology: Topology, kind: str | None, shape: ModelShape, device: torch.device
+) -> ContextParallel | None:
+    """Create the groups of a communication type; None without context parallelism. Collective."""
+    if kind is None:
+        return None
+    size, group = topology.cp, topology.context_group
+    first = topology.rank // size * size  # of the ranks that share sequences with this one
+    if kind == "a2a+p2p":
+        inner = _a2a_size(shape, size)
+        contexts = range(0, topology.world_size, size)
+        rings = [[*range(start + n, start + size, inner)] for start in contexts for n in range(inner)]
+        timeout = ranks.COLLECTIVE_TIMEOUT
+        heads, _ = dist.new_subgroups(inner, timeout=timeout)
+        ring, _ = dist.new_subgroups_by_enumeration(rings, timeout=timeout)
+        group = [heads, ring]
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    return ContextParallel(topology.context, kind, group, [*range(first, first + size)], stream)
+
+
+def check_attention(model: TECausalLM, context: ContextParallel) -> None:
+    """Compare a layer's attention over all ranks with plain attention on one. Collective.
+
+    UserError if it differs, because a kernel that leaves out the other ranks' keys trains a wrong model.
+    """
+    formats = ["thd", "bshd"] if model.options.packed else ["bshd"]
+    device = model.options.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        errors = torch.tensor([_errors(model, context, kind) for kind in formats])
+    largest = max(ranks.gather(errors.nan_to_num(nan=torch.inf).max().item()))
+    if largest > LARGEST_ERROR:
+        raise UserError(
+            f"--cp_comm_type {context.comm_type}: attention over {context.part.size} ranks differs from "
+            f"attention on one by {largest:.0%}, and training would be wrong; use another type, or --no_flash_attention",
+            flags=["cp_comm_type", "context_parallel_size"],
+            exit_code=EXIT_FAILED,
+        )
+
+
+def _errors(model: TECausalLM, context: ContextParallel, kind: str) -> list[float]:
+    """Return the relative errors of this rank's output and of its gradients of q, k and v."""
+    config, part, device = model.config, context.part, model.options.device
+    dtype = model.options.compute_dtype or model.options.dtype
+    dtype = torch.bfloat16 if dtype == torch.float32 else dtype  # under autocast
+    unit = CHUNK * part.multiple
+    boundaries = [0, unit, 3 * unit] if kind == "thd" else [0, 2 * unit]
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    size = ModelShape.from_hf_config(config).head_dim
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(boundaries[-1], number, size, generator=generator).to(device, dtype)
+        for number in (heads, groups, groups, heads)
+    )
+    expected = _results(lambda *qkv: _plain_attention(*qkv, boundaries), (q, k, v), grad, torch.float32)
+    places = torch.from_numpy(part.places(boundaries)).to(device)
+    mine = [x[places] for x in (q, k, v, grad)]
+    results = _results(lambda *qkv: _attend(model, *qkv, boundaries, kind), mine[:3], mine[3], dtype)
+    pairs = zip(results, (x[places] for x in expected), strict=True)
+    return [((a.float() - b).norm() / b.norm()).item() for a, b in pairs]
+
+
+def _results(attend: Any, qkv: Any, grad: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return the output [T, H*K] and the gradients of q, k and v."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in qkv]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.flatten(1).to(out.dtype))]
+
+
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: list[int]) -> Tensor:
+    """Attend causally within each sequence, q [T, H, K], k and v [T, G, K] -> [T, H*K]."""
+    out = []
+    for start, end in pairwise(boundaries):
+        rows = (x[None, start:end].transpose(1, 2) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        out.append(attended[0].transpose(0, 1).flatten(1))
+    return torch.cat(out)
+
+
+def _attend(model: TECausalLM, q: Tensor, k: Tensor, v: Tensor, boundaries: list[int], kind: str) -> Tensor:
+    """Run the first layer's attention on this rank's tokens, as the layer does."""
+    attention = model.layers[0].self_attention.core_attention
+    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=q.device)
+    if kind == "bshd":
+        q, k, v = q[None], k[None], v[None]
+    if not model.is_native:
+        out = attention(q, k, v, cu_seqlens if kind == "thd" else None)
+    elif kind == "bshd":
+        out = attention(q, k, v, qkv_format=kind, attn_mask_type="causal")
+    else:
+        longest = max(end - start for start, end in pairwise(boundaries))
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        lengths = dict.fromkeys(names, cu_seqlens) | dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest)
+        mask = "padding_causal"
+        out = attention(q, k, v, qkv_format=kind, attn_mask_type=mask, pad_between_seqs=False, **lengths)
+    return out.flatten(0, -2)
