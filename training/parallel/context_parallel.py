@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fp8_suite.core.errors import EXIT_FAILED, UserError, bad_setting
+from fp8_suite.core.errors import EXIT_FAILED, UserError, bad_setting, first_line
 from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.decoder import TECausalLM
 from fp8_suite.te_models.options import ContextParallel
@@ -86,14 +86,18 @@ def check_attention(model: TECausalLM, context: ContextParallel) -> None:
     UserError if it differs, because a kernel that leaves out the other ranks' keys trains a wrong model.
     """
     formats = ["thd", "bshd"] if model.options.packed else ["bshd"]
-    device = model.options.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        errors = torch.tensor([_errors(model, context, kind) for kind in formats])
+    device, way_out = model.options.device, "use another type, or --no_flash_attention"
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+            errors = torch.tensor([_errors(model, context, kind) for kind in formats])
+    except ValueError as error:  # on all ranks; TE has no kernel for this GPU, these flags or these heads
+        reason = f"TE cannot run it here ({first_line(error)}); {way_out}"
+        raise bad_setting(reason, cp_comm_type=context.comm_type) from error
     largest = max(ranks.gather(errors.nan_to_num(nan=torch.inf).max().item()))
     if largest > LARGEST_ERROR:
         raise UserError(
             f"--cp_comm_type {context.comm_type}: attention over {context.part.size} ranks differs from "
-            f"attention on one by {largest:.0%}, and training would be wrong; use another type, or --no_flash_attention",
+            f"attention on one by {largest:.0%}, so training would be wrong; {way_out}",
             flags=["cp_comm_type", "context_parallel_size"],
             exit_code=EXIT_FAILED,
         )
