@@ -47,38 +47,26 @@ DATA_ONLY = Layout()
 
 def check_layout(layout: Layout, shape: ModelShape, gpus: int, gpus_per_node: int, length: int) -> None:
     """Raise UserError for sizes that do not divide the model, its sequences or the GPUs."""
-    per_rank = -(-shape.num_layers // layout.pp)
-    # (flag, applies, reason)
-    rules = [
-        (
-            "tensor_parallel_size",
-            gpus_per_node % layout.tp,
-            f"must divide the {gpus_per_node} GPUs of a node; use a divisor",
+    layers, per_rank = shape.num_layers, -(-shape.num_layers // layout.pp)
+    splits = (gpus_per_node, shape.num_kv_heads, shape.ffn_hidden_size // 16)
+    rules = {  # flag: (refused, reason)
+        "tensor_parallel_size": (
+            any(size % layout.tp for size in splits),
+            "must divide the {} GPUs of a node, {} key/value heads, and {} x 16 feed-forward features; use a "
+            "divisor".format(*splits),
         ),
-        (
-            "tensor_parallel_size",
-            shape.num_kv_heads % layout.tp or shape.ffn_hidden_size % (16 * layout.tp),
-            f"must divide {shape.num_kv_heads} key/value heads and {shape.ffn_hidden_size // 16} x 16 "
-            "feed-forward features; use a divisor",
-        ),
-        (
-            "context_parallel_size",
+        "context_parallel_size": (
             layout.cp > 1 and length % (2 * layout.cp),
             f"twice the size must divide the {length} tokens of a sequence; use a divisor",
         ),
-        (
-            "pipeline_parallel_size",
-            layout.pp > shape.num_layers,
-            f"the model has {shape.num_layers} layers; use at most as many",
-        ),
-        (
-            "virtual_stages",
+        "pipeline_parallel_size": (layout.pp > layers, f"the model has {layers} layers; use at most as many"),
+        "virtual_stages": (
             layout.virtual > 1 and (layout.pp == 1 or per_rank % layout.virtual),
             f"must divide the {counted(per_rank, 'layer')} of a pipeline rank; use a divisor",
         ),
-    ]
-    for flag, applies, reason in rules:
-        if applies:
+    }
+    for flag, (refused, reason) in rules.items():
+        if refused:
             raise bad_setting(reason, **{flag: layout.flags.get(flag, 1)})
     if gpus % (layout.cp * layout.slices):
         raise bad_setting(f"the product must divide {counted(gpus, 'GPU')}; use fewer", **layout.flags)
