@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,6 +130,7 @@ def check_shards(setup: TrainingSetup) -> None:
 def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int, layout: Layout = DATA_ONLY) -> Sizing:
     """Choose mode, optimizer and sizes as training would. UserError for what it or the planner refuses."""
     mode, per_node = cfg.sharding.sharding_mode, min(gpus, gpus_per_node)
+    layout = replace(layout, cp=cfg.sharding.context_parallel_size)
     if cfg.optim.max_steps == 0:
         raise bad_setting("evaluates only, and plans are of training; drop it", max_steps=0)
     if rule := why_unpredicted(cfg, mode):

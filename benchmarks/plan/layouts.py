@@ -14,7 +14,7 @@ from fp8_suite.core.errors import UserError, as_flag, bad_setting, counted
 from fp8_suite.core.gpus import Gpu
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config
-from fp8_suite.training.estimate.layout import Layout, check_layout
+from fp8_suite.training.estimate.layout import SHORTEST_PART, Layout, check_layout
 from fp8_suite.training.estimate.memory import peak
 from fp8_suite.training.estimate.modes import make_setup
 from fp8_suite.training.estimate.setup import TrainingSetup
@@ -24,8 +24,7 @@ from fp8_suite.training.optim.settings import OptimConfig
 
 SHOWN = 5  # layouts of a table
 MODES_TRIED = ("ddp", "fsdp_grad", "hsdp", "fsdp_full")
-# Tokens of a micro-batch from which GEMMs fill a GPU, and the fewest of a sequence that a rank is given.
-FULL, SHORTEST = 8192, 2048
+FULL = 8192  # tokens of a micro-batch from which GEMMs fill a GPU
 COLUMNS = (
     *("CP x TP x PP x data", "stages per rank", "mode", "micro-batch", "recompute"),
     *("peak GB", "step ms", "tokens/s", "TFLOP/s"),
@@ -35,7 +34,8 @@ COLUMNS = (
 def best_layouts(cfg: Config, gpu: Gpu, layout: Layout, *, gpus: int, **cluster: float) -> list[Plan]:
     """Return the fastest plans on `gpus` GPUs, and last the fastest that training runs, if there is one.
 
-    Sizes of `layout` other than 1 are kept; `cluster` are arguments of `make_plan`. UserError if none fits.
+    Sizes other than 1 in `cfg` and `layout` are kept; `cluster` are arguments of `make_plan`. UserError if
+    none fits.
     """
     if cfg.optim.global_batch_size is None and not cfg.optim.batch_ramp:
         reason = "layouts have different numbers of data ranks; add --global_batch_size"
@@ -45,6 +45,7 @@ def best_layouts(cfg: Config, gpu: Gpu, layout: Layout, *, gpus: int, **cluster:
     cfg = replace(cfg, optim=optim, model=replace(cfg.model, recompute=recompute))
     if limit := cfg.sharding.memory_limit_gb:
         gpu = gpu._replace(memory_gb=limit)
+    layout = replace(layout, cp=cfg.sharding.context_parallel_size)
     layouts = list(_layouts(cfg, layout, gpus, int(cluster["gpus_per_node"])))
     plans = _fastest(cfg, gpu, layouts, SHOWN, gpus=gpus, **cluster)
     if not plans:
@@ -59,7 +60,7 @@ def _layouts(cfg: Config, fixed: Layout, gpus: int, per_node: int) -> Iterator[L
     """Yield the layouts that divide model, sequences and GPUs, and that settings do not exclude."""
     shape, length = read_model(cfg.model.model_name).size.shape, cfg.data.max_seq_length
     divisors = [size for size in range(1, gpus + 1) if gpus % size == 0]
-    cps = [size for size in divisors if size == 1 or length // size >= SHORTEST]
+    cps = [size for size in divisors if size == 1 or length // size >= SHORTEST_PART]
     tps = [size for size in divisors if size <= per_node]
     for pp in (size for size in divisors if size <= shape.num_layers):
         stages = range(1, -(-shape.num_layers // pp) + 1) if pp > 1 else (1,)
@@ -86,8 +87,7 @@ def _fastest(
     fastest: dict[tuple[int, ...], Plan] = {}  # by CP, TP and PP
 
     def plan(setup: TrainingSetup, optim: OptimConfig) -> Plan:
-        sharding = replace(cfg.sharding, sharding_mode=setup.mode)
-        changed = replace(cfg, sharding=sharding, optim=optim)
+        changed = replace(cfg, sharding=setup.cfg.sharding, optim=optim)
         return make_plan(changed, gpu, gpus=gpus, layout=setup.layout, **cluster)
 
     for seconds, setup in sorted(timed, key=lambda pair: pair[0]):
@@ -112,8 +112,9 @@ def _setups(
     modes = MODES_TRIED if mode == AUTO else (mode,)
     for layout, mode in product(layouts, modes):
         try:
-            args = (cfg, model, mode, gpus, min(gpus, per_node), 1e9 * gpu.memory_gb)
-            request, _ = make_setup(*args, layout=layout)
+            sharding = replace(cfg.sharding, sharding_mode=mode, context_parallel_size=layout.cp)
+            args = (model, mode, gpus, min(gpus, per_node), 1e9 * gpu.memory_gb)
+            request, _ = make_setup(replace(cfg, sharding=sharding), *args, layout=layout)
             batches = allowed_batches(cfg, request.data_ranks)
             check_shards(request)
         except UserError:
@@ -121,7 +122,7 @@ def _setups(
         length = cfg.data.max_seq_length // layout.cp
         full = next((size for size in batches if size * length <= FULL), batches[-1])
         for batch in {full, batches[-1]}:
-            yield replace(request, cfg=with_sizes(cfg, request.data_ranks, batch))
+            yield replace(request, cfg=with_sizes(request.cfg, request.data_ranks, batch))
 
 
 def _least_memory(setup: TrainingSetup) -> float:

@@ -88,7 +88,7 @@ def run(argv: list[str]) -> str:
 
 def _best_layouts(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> str:
     """Return tables of the fastest layouts by number of GPUs, and of the fastest one's parts."""
-    layout, tables, fastest = _layout(cfg, args), [], []
+    layout, tables, fastest = _layout(args), [], []
     cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
     for gpus in args.gpus:
         tables.append(f"{counted(gpus, 'GPU')}:")
@@ -106,8 +106,8 @@ def _best_layouts(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> str:
     return "\n".join(["\n\n".join(tables), "", *_tables(fastest, args.tokens, args.price_per_gpu_hour)])
 
 
-def _layout(cfg: Config, args: argparse.Namespace) -> Layout:
-    return Layout(cfg.sharding.context_parallel_size, *(getattr(args, flag) for flag in LAYOUT_FLAGS))
+def _layout(args: argparse.Namespace) -> Layout:
+    return Layout(1, *(getattr(args, flag) for flag in LAYOUT_FLAGS))
 
 
 def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[Plan], list[str]]:
@@ -116,7 +116,7 @@ def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[P
     for gpus in args.gpus:
         try:
             cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
-            cluster["layout"] = _layout(cfg, args)
+            cluster["layout"] = _layout(args)
             plans.append(make_plan(cfg, gpu, gpus=gpus, **cluster, disk_gbs=args.disk_gb_per_second))
             if (names := auto_settings(cfg)) and _exceeds_counts(plans[-1]):  # training refuses it too
                 raise bad_setting(f"{UNCOMPILED}; give a value", **dict.fromkeys(names, AUTO))

@@ -25,6 +25,7 @@ class PublishedRun:
         """Predict the run. Recomputation is the least that fits; attention is cuDNN's."""
         defaults = {"use_te": True, "batch_size": 1, "max_seq_length": 8192, "recompute": "auto"}
         defaults |= {"mixed_precision": "bf16", "sharding_mode": "fsdp_grad", "flash_attention": False}
+        defaults["context_parallel_size"] = self.layout.cp
         cfg = config_from_dict(defaults | self.settings)
         return make_plan(cfg, PLANNED["H100"], gpus=self.gpus, layout=self.layout)
 
@@ -35,12 +36,11 @@ def _run(name: str, gpus: int, layout: Layout, tflops: float, size: str, batch: 
 
 
 _FP8 = {"mixed_precision": "fp8", "fp8_scenario": "current"}
-# torchtitan's layers are Hugging Face's with torchao's FP8, and recompute whole layers.
-_TORCHAO = {"use_te": False, "mixed_precision": "fp8", "fp8_scenario": "tensorwise", "recompute": "layer"}
 # Llama 3: arXiv:2407.21783, table 4. A stage is a layer: 126 layers in 16 x 8 stages, of which the first and
 # the last are the embedding and the head. Weights are gathered once per step (section 3.3.2).
 # Megatron-Bridge: its docs/performance-summary.md (26.02 for the 70B, 25.11 for the 405B), DGX H100.
-# torchtitan: its benchmarks/llama3_h100_202412_torchtitan.md, table 2, 1,071 tokens/s; 500 W, 2.4 TB/s.
+# torchtitan: its benchmarks/llama3_h100_202412_torchtitan.md, table 2, 1,071 tokens/s; 500 W, 2.4 TB/s,
+# torchao's FP8.
 PUBLISHED = (
     _run("Llama 3, 8k", 8192, Layout(1, 8, 16, 8), 430, "405B", 64 * 32),
     _run("Llama 3, 8k", 16384, Layout(1, 8, 16, 8), 400, "405B", 128 * 16),
@@ -51,7 +51,8 @@ PUBLISHED = (
         *("torchtitan, 8B FP8, 128k", 8, Layout(4), 159, "8B", 2),
         max_seq_length=131072,
         sharding_mode="fsdp_full",
-        **_TORCHAO,
+        recompute="full",
+        **_FP8,
     ),
 )
 

@@ -39,7 +39,8 @@ def test_no_layout_is_faster_than_the_one_found():
     for cp, tp, pp, mode in product((1, 2, 4), (1, 2, 4), (1, 2, 4), MODES_TRIED):
         for virtual in (1,) if pp == 1 else (1, 2, 4, 8, 16):
             layout = Layout(cp, tp, pp, virtual)
-            changed = replace(cfg, sharding=replace(cfg.sharding, sharding_mode=mode))
+            sharding = replace(cfg.sharding, sharding_mode=mode, context_parallel_size=cp)
+            changed = replace(cfg, sharding=sharding)
             try:
                 plan = make_plan(changed, GPUS["H100"], gpus=4, layout=layout)
             except UserError:

@@ -58,7 +58,7 @@ def _kept_widths(setup: TrainingSetup, level: str) -> list[float]:
     s = setup.model.shape
     queries, keys, hidden = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, setup.hidden
     # In a ring, attention has a result for each rank's keys.
-    results = setup.layout.cp if setup.cfg.sharding.cp_comm_type in ("p2p", "a2a+p2p") else 1
+    results = setup.layout.cp if setup.comm_type in ("p2p", "a2a+p2p") else 1
     widths = {"qkv": queries + 2 * keys, "attention": results * queries, "output": hidden}
     widths["gate_up"] = 2 * s.ffn_hidden_size
     keeps_results = setup.cfg.model.use_te and setup.mode_spec.stage != 3
@@ -103,6 +103,17 @@ def recomputation_flops(setup: TrainingSetup) -> float:
     layers = s.num_layers * (1 - setup.share_of("none"))
     flops = 2.0 * setup.tokens * recomputed_weights(setup) + recomputed_attention(setup) * attention
     return flops + FLOPS_PER_BYTE * moved * layers
+
+
+def backward_buffers(setup: TrainingSetup) -> float:
+    """Return the bytes of temporary tensors in a layer's backward.
+
+    The MLP has BF16 gradients of gate, up and product, and two of the hidden size. Attention has keys, values
+    and their gradients of whole sequences, if ranks gather them.
+    """
+    s, gathers = setup.model.shape, setup.comm_type == "all_gather"
+    gathered = 4 * s.num_kv_heads * s.head_dim * setup.layout.cp * gathers
+    return 2.0 * setup.tokens * max(3 * s.ffn_hidden_size + 2 * s.hidden_size, gathered)
 
 
 def host_activations(setup: TrainingSetup) -> float:

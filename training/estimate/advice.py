@@ -5,12 +5,13 @@ This module must not import torch, so that `benchmarks.plan` shows its help and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fp8_suite.core.errors import UserError, as_flag, bad_setting
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.estimate.layout import SHORTEST_PART
 from fp8_suite.training.estimate.memory import host_capacity, offloaded_bytes, resident_state
 from fp8_suite.training.estimate.modes import make_setup
 from fp8_suite.training.estimate.setup import TrainingSetup
@@ -58,6 +59,7 @@ HOST_WAYS_OUT: tuple[Changes, ...] = (
     FULLY_SHARDED,
     {"recompute": "full"},
 )
+CONTEXT_SIZES = (2, 4, 8)  # ranks that share a sequence, also without a change of numerics
 FACTORS = tuple(2**power for power in range(1, 11))  # more GPUs, or shorter sequences
 SHORTEST = 128  # tokens of a sequence that advice names
 
@@ -135,9 +137,12 @@ def _ways_out(sizing: Sizing) -> Iterator[tuple[Changes, int]]:
 
 def ways_out(sizing: Sizing) -> list[Changes]:
     """Return the table's settings for this run, complete with those that change no numerics."""
-    basis, rows = unchanged_numerics(sizing), WAYS_OUT
-    if sizing.requested.cfg.sharding.sharding_mode in SHARDING_LESS and sizing.requested.gpus > 1:
-        rows = ({}, *(FULLY_SHARDED | row for row in WAYS_OUT))
+    basis, request = unchanged_numerics(sizing), sizing.requested
+    longest = min(request.gpus, request.cfg.data.max_seq_length // SHORTEST_PART)
+    contexts = [{"context_parallel_size": size} for size in CONTEXT_SIZES if size <= longest]
+    rows: Sequence[Changes] = (WAYS_OUT[0], *contexts, *WAYS_OUT[1:])
+    if request.cfg.sharding.sharding_mode in SHARDING_LESS and request.gpus > 1:
+        rows = ({}, *(FULLY_SHARDED | row for row in rows))
     return [basis | row for row in rows]
 
 
@@ -161,7 +166,7 @@ def resized(sizing: Sizing, changes: Changes, gpus: int = 0) -> Sizing | None:
     per_node = request.gpus_per_node if gpus == request.gpus else max(request.gpus_per_node, min(gpus, 8))
     try:
         cfg = config_from_dict(request.cfg.to_dict() | changes)
-        check_number_of_ranks(cfg, gpus * request.data_ranks // request.gpus)
+        check_number_of_ranks(cfg, cfg.sharding.data_ranks(gpus) // request.layout.slices)
         mode = cfg.sharding.sharding_mode if gpus > 1 else request.mode
         known = {"effective": request.effective, "predicted": predicted, "layout": request.layout}
         setup, _ = make_setup(cfg, request.model, mode, gpus, per_node, sizing.free, **known)

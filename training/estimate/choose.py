@@ -15,7 +15,6 @@ from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import ModelSpec, count_parameters, linear_sizes
 from fp8_suite.training.config import Config, refused_by_zero_3
 from fp8_suite.training.estimate import advice, sizes
-from fp8_suite.training.estimate.layout import Layout
 from fp8_suite.training.estimate.modes import make_setup
 from fp8_suite.training.estimate.setup import ModelSize
 from fp8_suite.training.estimate.sizes import UNCOMPILED, Sizing, compiles_layers
@@ -81,9 +80,9 @@ def choose_sizing(
     uncounted = model.trust_remote_code and not model.is_known_family and mode is not None
     size = ModelSize(0) if uncounted else _size_of(model, cfg.lora)
     gpus = ranks.world_size(), ranks.local_rank_and_size()[1]
-    known = {"effective": effective, "predicted": not unknown}
-    known["layout"] = Layout(cp=cfg.sharding.context_parallel_size)
-    request, reason = make_setup(cfg, size, mode or AUTO, *gpus, free, **known)
+    request, reason = make_setup(
+        cfg, size, mode or AUTO, *gpus, free, effective=effective, predicted=not unknown
+    )
     if reason:
         print_rank0(f"--sharding_mode auto: {request.mode} ({reason})")
     if free is None or cfg.optim.max_steps == 0:

@@ -43,6 +43,7 @@ class Layout:
 
 
 DATA_ONLY = Layout()
+SHORTEST_PART = 2048  # tokens of a sequence per rank of context parallelism, for choices and advice
 
 
 def check_layout(layout: Layout, shape: ModelShape, gpus: int, gpus_per_node: int, length: int) -> None:

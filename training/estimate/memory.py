@@ -12,6 +12,7 @@ from fp8_suite.core.machine import host_memory
 from fp8_suite.core.recipes import costs_of
 from fp8_suite.te_models.settings import CHUNK_BYTES, TOKENS_PER_GEMM
 from fp8_suite.training.estimate.activations import (
+    backward_buffers,
     host_activations,
     kept_activations,
     layer_activations,
@@ -214,8 +215,7 @@ def start_of_backward(setup: TrainingSetup) -> dict[str, float]:
     copies, last = parts["FP8 weight copies"], setup.recompute[-1]
     if setup.cfg.model.use_te and (last != "none" or not setup.keeps_fp8_weights):
         copies += fp8_copies(setup) / s.num_layers  # TE casts this layer's weights again
-    # BF16 gradients of gate, up and product, and two of the hidden size.
-    activations = parts["activations"] + 2.0 * setup.tokens * (3 * s.ffn_hidden_size + 2 * s.hidden_size)
+    activations = parts["activations"] + backward_buffers(setup)
     # The next block's gathered weights, and send and receive buffers of this block's gradients, all in BF16.
     buffers = max(4.0, 2.0 + fp8_exchange(setup)) * model.gradients(model.block_weights)
     communication = 2.0 * model.block_weights + buffers if setup.fsdp else 0.0

@@ -136,6 +136,15 @@ class TrainingSetup:
         return self.gpus // (self.layout.cp * slices)
 
     @property
+    def comm_type(self) -> str | None:
+        """How the ranks of a sequence attend (TE's `cp_comm_type`), or None without context parallelism."""
+        if self.layout.cp == 1:
+            return None
+        from fp8_suite.training.parallel.context_parallel import comm_type  # here because it imports torch
+
+        return comm_type(self.cfg.sharding, self.model.shape, "native")
+
+    @property
     def hidden(self) -> float:
         """Hidden values of a token per rank; sequence parallelism splits the tokens between layers' GEMMs."""
         return self.model.shape.hidden_size / self.layout.tp

@@ -115,25 +115,24 @@ def tensor_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
 def context_seconds(setup: TrainingSetup, gpu: Gpu, network: float, attention: float) -> float:
     """Return the seconds of a micro-batch that wait for context parallelism's transfers.
 
-    The faster of two ways (docs of TE's `cp_comm_type`). p2p: keys and values travel around the ring in
-    forward and again in backward, with their gradients, beside `attention`, the seconds of its kernels. a2a:
-    ranks exchange tokens for heads before attention and back after it, which kernels wait for.
+    By --cp_comm_type. p2p, all_gather: ranks send each other keys and values in forward and again in
+    backward, with their gradients; in a ring, beside `attention`, the seconds of its kernels. a2a: ranks
+    exchange tokens for heads before attention and back after it, which kernels wait for.
     """
     s, cp, in_node = setup.model.shape, setup.layout.cp, setup.gpus_per_node
     if cp == 1:
         return 0.0
-    again = recomputed_attention(setup)
+    kind, again = setup.comm_type, recomputed_attention(setup)
     in_bf16 = 2.0 * setup.tokens * s.num_layers * s.head_dim
     pairs = 2 * s.num_kv_heads * in_bf16  # keys and values of this rank's tokens
     links, wires, hops = _ring(cp * pairs * (3 + again), cp, in_node, gpu, network)
     wire = max(links, wires) + hops * HOP_SECONDS * s.num_layers * (3 + again)
-    ring = max(EXPOSED * wire, wire - attention)
-    if s.num_kv_heads % cp:
-        return ring
+    if kind != "a2a":
+        return wire if kind == "all_gather" else max(EXPOSED * wire, wire - attention)
     local = min(cp, in_node)
     sent = (2 * s.num_heads * in_bf16 + pairs) * (2 + again)
     links = sent * (local - 1) / cp / (gpu.link_bandwidth * LINK_SHARE)
-    return min(ring, max(links, sent * (cp - local) / cp / network))
+    return max(links, sent * (cp - local) / cp / network)
 
 
 def pipeline_seconds(setup: TrainingSetup, gpu: Gpu, network: float) -> float:

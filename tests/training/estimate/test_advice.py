@@ -55,7 +55,7 @@ def followed(sizing: Sizing, text: str) -> Sizing | None:
         (20, (), AUTO, "use 16 GPUs with --sharding_mode fsdp_full --global_batch_size 16 ("),
         (85, (), OFFLOADED_ACTIVATIONS, "--batch_size auto --moment_dtype fp8 ("),
         (110, (8.0, "ddp", 8), AUTO | {"sharding_mode": "ddp"}, "use --sharding_mode fsdp_full ("),
-        (40, (8.0, "ddp", 8), AUTO | {"sharding_mode": "auto"}, "use --recompute layer --offload_activ"),
+        (40, (8.0, "ddp", 8), AUTO | {"sharding_mode": "auto"}, "use --context_parallel_size 2 ("),
         (60, (70.0, "hsdp", 8), AUTO | HSDP, "64 without --hsdp_shard_size ("),
         (150, (70.0, "fsdp_full", 64), AUTO | {"global_batch_size": 4096}, "use 512 GPUs ("),
         (110, (8.0, "fsdp_full", 8), CHECKPOINTED, "--gradient_accumulation_steps and --gradient_checkp"),

@@ -6,7 +6,7 @@ import pytest
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.gpus import GPUS
 from fp8_suite.training.estimate import memory
-from fp8_suite.training.estimate.activations import layer_activations
+from fp8_suite.training.estimate.activations import backward_buffers, layer_activations
 from fp8_suite.training.estimate.layout import Layout, check_layout, stage_layers
 from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.slices import rank_setups
@@ -29,6 +29,7 @@ TOKEN = 2 * 8192  # bytes of a token's hidden values: Llama 70B
 
 def split(layout: Layout, gpus: int = 64, mode: str = "fsdp_grad", **settings) -> TrainingSetup:
     defaults = {"mixed_precision": "bf16", "batch_size": 1, "gradient_accumulation_steps": 16}
+    defaults["context_parallel_size"] = layout.cp
     return replace(setup_of(70.0, mode, gpus, **defaults | settings), layout=layout)
 
 
@@ -96,18 +97,25 @@ def test_tensor_parallelism_waits_for_its_transfers():
     assert tensor_seconds(split(Layout()), H100) == 0
 
 
-def test_context_parallelism_hides_the_ring_behind_attention_but_not_all_to_all():
+@pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a", "auto"])
+def test_context_parallelism_hides_only_a_ring_behind_attention(kind):
     pairs = 2 * 2 * 1024 * 4096 * 80  # bytes of keys and values of 4,096 tokens
-    (rank,) = rank_setups(split(Layout(cp=2)))
-    sent = (2 * 8192 * 2 * 4096 * 80 + pairs) * 2 / 2  # q, output, k and v; half of them, and back
+    (rank,) = rank_setups(split(Layout(cp=2), cp_comm_type=kind))
     ring = 3 * pairs / LINK
-    assert context_seconds(rank, H100, NETWORK, attention=10) == pytest.approx(EXPOSED * ring)
-    assert context_seconds(rank, H100, NETWORK, attention=0) == pytest.approx(ring)
+    exchange = (2 * 2 * 8192 * 4096 * 80 + pairs) / LINK  # q, output, k, v: half of them, there and back
+    hidden, shown = {"p2p": (EXPOSED * ring, ring), "all_gather": (ring, ring)}.get(kind, (exchange,) * 2)
+    assert context_seconds(rank, H100, NETWORK, attention=10) == pytest.approx(hidden)
+    assert context_seconds(rank, H100, NETWORK, attention=0) == pytest.approx(shown)
     # A quarter of the heads; keys and values of 15 of 16 nodes arrive over the cards of two ranks each.
     (rank,) = rank_setups(split(Layout(cp=32, tp=4), gpus=256, max_seq_length=131_072))
     over_network = 3 * 32 * pairs / 4 * 15 / 16 / (2 * NETWORK) + 3 * 15 * 80 * 10e-6
-    assert sent / LINK > ring
-    assert context_seconds(rank, H100, NETWORK, attention=0) == pytest.approx(over_network)
+    assert context_seconds(rank, H100, NETWORK, attention=10) == pytest.approx(over_network)
+
+
+def test_gathered_keys_need_memory_in_backward():
+    few, many = (split(Layout(cp=cp), max_seq_length=2**20, cp_comm_type="all_gather") for cp in (2, 64))
+    assert backward_buffers(few) == 2 * 2**19 * (3 * 28_672 + 2 * 8192)
+    assert backward_buffers(many) == 2 * 2**20 * 4 * 1024
 
 
 def test_a_pipeline_sends_to_other_nodes_and_idles():
