@@ -7,6 +7,7 @@ import pytest
 import torch
 from fp8_suite.data import packing
 from fp8_suite.data.collate import IGNORE, Sample, build_batch
+from fp8_suite.data.context import Context
 from fp8_suite.data.packing import LOOK_AHEAD, best_fit_subset, pack, permutation, split_lengths
 
 
@@ -118,3 +119,21 @@ def test_rank_without_samples_gets_one_row_of_padding(max_seqlen):
     assert (batch.label_tokens, batch.real_tokens, batch.sample_ids) == (0, 0, [])
     if max_seqlen:
         assert batch.inputs["cu_seqlens"].tolist() == [0, 16] and batch.inputs["max_seqlen"] == 64
+
+
+def test_ranks_of_a_sequence_hold_its_first_and_last_chunks():
+    """The example in TE's `attn_forward_func_with_cp`: sequences of 8 and 4 tokens on 2 ranks."""
+    assert [Context(2, rank).places([0, 8, 12]).tolist() for rank in (0, 1)] == [
+        [0, 1, 6, 7, 8, 11],
+        [2, 3, 4, 5, 9, 10],
+    ]
+    rows = [[sample(1, 2, 3, 4, 5), sample(6, 7)]]
+    first, second = (build_batch(rows, 16, pad_id=0, max_seqlen=16, context=Context(2, r)) for r in (0, 1))
+    assert first.inputs["input_ids"].tolist() == [[1, 2, 0, 0, 6, 0, 0, 0]]
+    assert second.inputs["input_ids"].tolist() == [[3, 4, 5, 0, 7, 0, 0, 0]]
+    assert first.inputs["labels"].tolist() == [[2, 3, *[IGNORE] * 2, 7, *[IGNORE] * 3]]
+    assert second.inputs["labels"].tolist() == [[4, 5, *[IGNORE] * 6]]
+    assert first.inputs["cu_seqlens"].tolist() == second.inputs["cu_seqlens"].tolist() == [0, 8, 12, 16]
+    assert second.inputs["position_ids"].tolist() == [[2, 3, 4, 5, 1, 2, 1, 2]]
+    assert (first.real_tokens, second.real_tokens, first.label_tokens, second.label_tokens) == (3, 4, 3, 2)
+    assert first.sum_squared_lengths + second.sum_squared_lengths == 5**2 + 2**2
