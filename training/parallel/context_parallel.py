@@ -61,14 +61,14 @@ def _a2a_size(shape: ModelShape, size: int) -> int | None:
 
 
 def join_context(
-    topology: Topology, kind: str | None, shape: ModelShape, device: torch.device
+    topology: Topology, cp_comm_type: str | None, shape: ModelShape, device: torch.device
 ) -> ContextParallel | None:
-    """Create the groups of a communication type; None without context parallelism. Collective."""
-    if kind is None:
+    """Create the groups of TE's `cp_comm_type`; None without context parallelism. Collective."""
+    if cp_comm_type is None:
         return None
     size, group = topology.cp, topology.context_group
     first = topology.rank // size * size  # of the ranks that share sequences with this one
-    if kind == "a2a+p2p":
+    if cp_comm_type == "a2a+p2p":
         inner = _a2a_size(shape, size)
         contexts = range(0, topology.world_size, size)
         rings = [[*range(start + n, start + size, inner)] for start in contexts for n in range(inner)]
@@ -77,7 +77,7 @@ def join_context(
         ring, _ = dist.new_subgroups_by_enumeration(rings, timeout=timeout)
         group = [heads, ring]
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    return ContextParallel(topology.context, kind, group, [*range(first, first + size)], stream)
+    return ContextParallel(topology.context, cp_comm_type, group, [*range(first, first + size)], stream)
 
 
 def check_attention(model: TECausalLM, context: ContextParallel) -> None:
@@ -89,8 +89,8 @@ def check_attention(model: TECausalLM, context: ContextParallel) -> None:
     device, way_out = model.options.device, "use another type, or --no_flash_attention"
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-            errors = torch.tensor([_errors(model, context, kind) for kind in formats])
-    except ValueError as error:  # on all ranks; TE has no kernel for this GPU, these flags or these heads
+            errors = torch.tensor([_errors(model, context, qkv_format) for qkv_format in formats])
+    except (AssertionError, ValueError) as error:  # TE has no kernel for these heads, flags or this GPU
         reason = f"TE cannot run it here ({first_line(error)}); {way_out}"
         raise bad_setting(reason, cp_comm_type=context.comm_type) from error
     largest = max(ranks.gather(errors.nan_to_num(nan=torch.inf).max().item()))
@@ -103,13 +103,13 @@ def check_attention(model: TECausalLM, context: ContextParallel) -> None:
         )
 
 
-def _errors(model: TECausalLM, context: ContextParallel, kind: str) -> list[float]:
+def _errors(model: TECausalLM, context: ContextParallel, qkv_format: str) -> list[float]:
     """Return the relative errors of this rank's output and of its gradients of q, k and v."""
     config, part, device = model.config, context.part, model.options.device
     dtype = model.options.compute_dtype or model.options.dtype
     dtype = torch.bfloat16 if dtype == torch.float32 else dtype  # under autocast
     unit = CHUNK * part.multiple
-    boundaries = [0, unit, 3 * unit] if kind == "thd" else [0, 2 * unit]
+    boundaries = [0, unit, 3 * unit] if qkv_format == "thd" else [0, 2 * unit]
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     size = ModelShape.from_hf_config(config).head_dim
     generator = torch.Generator().manual_seed(0)
@@ -120,7 +120,7 @@ def _errors(model: TECausalLM, context: ContextParallel, kind: str) -> list[floa
     expected = _results(lambda *qkv: _plain_attention(*qkv, boundaries), (q, k, v), grad, torch.float32)
     places = torch.from_numpy(part.places(boundaries)).to(device)
     mine = [x[places] for x in (q, k, v, grad)]
-    results = _results(lambda *qkv: _attend(model, *qkv, boundaries, kind), mine[:3], mine[3], dtype)
+    results = _results(lambda *qkv: _attend(model, *qkv, boundaries, qkv_format), mine[:3], mine[3], dtype)
     pairs = zip(results, (x[places] for x in expected), strict=True)
     return [((a.float() - b).norm() / b.norm()).item() for a, b in pairs]
 
@@ -142,20 +142,22 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: list[int]) -> 
     return torch.cat(out)
 
 
-def _attend(model: TECausalLM, q: Tensor, k: Tensor, v: Tensor, boundaries: list[int], kind: str) -> Tensor:
+def _attend(
+    model: TECausalLM, q: Tensor, k: Tensor, v: Tensor, boundaries: list[int], qkv_format: str
+) -> Tensor:
     """Run the first layer's attention on this rank's tokens, as the layer does."""
     attention = model.layers[0].self_attention.core_attention
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=q.device)
-    if kind == "bshd":
+    if qkv_format == "bshd":
         q, k, v = q[None], k[None], v[None]
     if not model.is_native:
-        out = attention(q, k, v, cu_seqlens if kind == "thd" else None)
-    elif kind == "bshd":
-        out = attention(q, k, v, qkv_format=kind, attn_mask_type="causal")
+        out = attention(q, k, v, cu_seqlens if qkv_format == "thd" else None)
+    elif qkv_format == "bshd":
+        out = attention(q, k, v, qkv_format=qkv_format, attn_mask_type="causal")
     else:
         longest = max(end - start for start, end in pairwise(boundaries))
         names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
         lengths = dict.fromkeys(names, cu_seqlens) | dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest)
-        mask = "padding_causal"
-        out = attention(q, k, v, qkv_format=kind, attn_mask_type=mask, pad_between_seqs=False, **lengths)
+        lengths |= {"attn_mask_type": "padding_causal", "pad_between_seqs": False}
+        out = attention(q, k, v, qkv_format=qkv_format, **lengths)
     return out.flatten(0, -2)
