@@ -16,7 +16,7 @@ from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config
 from fp8_suite.training.estimate.layout import DATA_ONLY, Layout, check_layout
 from fp8_suite.training.estimate.modes import make_setup
-from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
+from fp8_suite.training.estimate.setup import ModelSize
 from fp8_suite.training.estimate.sizes import Sizing, check_number_of_ranks, choose_sizes, why_unpredicted
 from fp8_suite.training.estimate.slices import rank_setups
 from fp8_suite.training.parallel.settings import DEEPSPEED_MODES, MODES
@@ -122,11 +122,6 @@ def refuse_layout(cfg: Config, layout: Layout) -> None:
         raise bad_setting("not planned with tensor or pipeline parallelism; drop it", **wrong)
 
 
-def check_shards(setup: TrainingSetup) -> None:
-    """Raise UserError if --hsdp_shard_size does not divide the ranks with the same slice of the model."""
-    assert rank_setups(setup)[0].shards
-
-
 def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int, layout: Layout = DATA_ONLY) -> Sizing:
     """Choose mode, optimizer and sizes as training would. UserError for what it or the planner refuses."""
     mode, per_node = cfg.sharding.sharding_mode, min(gpus, gpus_per_node)
@@ -144,5 +139,5 @@ def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int, layout: La
     if gpus == 1 and (mode == AUTO or not MODES[mode].offload):
         mode = "single"
     request, _ = make_setup(cfg, model.size, mode, gpus, per_node, memory, layout=layout)
-    check_shards(request)
+    assert rank_setups(request)[0].shards  # UserError if --hsdp_shard_size does not divide the ranks
     return choose_sizes(request, memory, gpu)

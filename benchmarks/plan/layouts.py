@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from fp8_suite.benchmarks.plan.inputs import check_shards, read_model, refuse_layout
+from fp8_suite.benchmarks.plan.inputs import read_model, refuse_layout
 from fp8_suite.benchmarks.plan.predict import Plan, make_plan
 from fp8_suite.benchmarks.report.tables import markdown
 from fp8_suite.core.errors import UserError, as_flag, bad_setting, counted
@@ -15,10 +15,11 @@ from fp8_suite.core.gpus import Gpu
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config
 from fp8_suite.training.estimate.layout import SHORTEST_PART, Layout, check_layout
-from fp8_suite.training.estimate.memory import peak
+from fp8_suite.training.estimate.memory import peak, resident_state
 from fp8_suite.training.estimate.modes import make_setup
 from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.sizes import allowed_batches, for_tensors, with_sizes
+from fp8_suite.training.estimate.slices import rank_setups
 from fp8_suite.training.estimate.step_time import step_seconds
 from fp8_suite.training.optim.settings import OptimConfig
 
@@ -49,6 +50,7 @@ def best_layouts(cfg: Config, gpu: Gpu, layout: Layout, *, gpus: int, **cluster:
     layouts = list(_layouts(cfg, layout, gpus, int(cluster["gpus_per_node"])))
     plans = _fastest(cfg, gpu, layouts, SHOWN, gpus=gpus, **cluster)
     if not plans:
+        make_plan(cfg, gpu, gpus=gpus, layout=layout, **cluster)  # UserError if settings are refused
         raise bad_setting(f"no layout on {counted(gpus, 'GPU')} fits; use more GPUs", best_layout=True)
     if not any(plan.setup.layout.slices == 1 for plan in plans):
         trained = [layout for layout in layouts if layout.slices == 1]
@@ -83,7 +85,8 @@ def _fastest(
     """
     setups = _setups(cfg, gpu, layouts, gpus, int(cluster["gpus_per_node"]))
     network = {"network": 1e9 * cluster["network_gbs"]}
-    timed = [(sum(step_seconds(setup, gpu, **network).values()), setup) for setup in setups]
+    fitting = [setup for setup in setups if resident_state(setup) < 1e9 * gpu.memory_gb]
+    timed = [(sum(step_seconds(setup, gpu, **network).values()), setup) for setup in fitting]
     fastest: dict[tuple[int, ...], Plan] = {}  # by CP, TP and PP
 
     def plan(setup: TrainingSetup, optim: OptimConfig) -> Plan:
@@ -96,7 +99,7 @@ def _fastest(
             break
         key = (setup.layout.cp, setup.layout.tp, setup.layout.pp)
         known = fastest[key].step if key in fastest else math.inf
-        if seconds < known and _least_memory(setup) <= for_tensors(1e9 * gpu.memory_gb):
+        if seconds < known and _least_memory(setup, cfg) <= for_tensors(1e9 * gpu.memory_gb):
             candidate = plan(setup, setup.cfg.optim)
             if candidate.fits and candidate.step < known:
                 fastest[key] = candidate
@@ -116,7 +119,9 @@ def _setups(
             args = (model, mode, gpus, min(gpus, per_node), 1e9 * gpu.memory_gb)
             request, _ = make_setup(replace(cfg, sharding=sharding), *args, layout=layout)
             batches = allowed_batches(cfg, request.data_ranks)
-            check_shards(request)
+            rank = rank_setups(request)[0]
+            if mode == "hsdp" and rank.shards in (1, rank.gpus):  # the same as another mode
+                continue
         except UserError:
             continue
         length = cfg.data.max_seq_length // layout.cp
@@ -125,15 +130,11 @@ def _setups(
             yield replace(request, cfg=with_sizes(request.cfg, request.data_ranks, batch))
 
 
-def _least_memory(setup: TrainingSetup) -> float:
-    """Return the peak bytes of the setup with the smallest micro-batch and the most recomputation."""
-    cfg, optim, level = setup.cfg, setup.cfg.optim, setup.cfg.model.recompute
-    if level == "none":
-        level = "full" if cfg.model.use_te else "layer"
-    accumulation = optim.batch_size * optim.gradient_accumulation_steps
-    optim = replace(optim, batch_size=1, gradient_accumulation_steps=accumulation)
-    cfg = replace(cfg, optim=optim, model=replace(cfg.model, recompute=level))
-    return sum(peak(replace(setup, cfg=cfg)).values())
+def _least_memory(setup: TrainingSetup, cfg: Config) -> float:
+    """Return the peak bytes with the most recomputation that the settings `cfg` allow."""
+    level = ("full" if cfg.model.use_te else "layer") if cfg.model.recompute == AUTO else cfg.model.recompute
+    model = replace(setup.cfg.model, recompute=level)
+    return sum(peak(replace(setup, cfg=replace(setup.cfg, model=model))).values())
 
 
 def layouts_table(plans: list[Plan]) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8_suite.training.estimate.layout import Layout, stage_layers
-from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
+from fp8_suite.training.estimate.layout import stage_layers
+from fp8_suite.training.estimate.setup import TrainingSetup
 
 
 def rank_setups(setup: TrainingSetup) -> list[TrainingSetup]:
@@ -22,28 +22,24 @@ def rank_setups(setup: TrainingSetup) -> list[TrainingSetup]:
 
 
 def _rank_setup(setup: TrainingSetup, stage: int) -> TrainingSetup:
-    layout = setup.layout
+    model, shape, layout = setup.model, setup.model.shape, setup.layout
+    has_vocabulary = stage in (0, layout.pp - 1)
+    part = replace(
+        shape,
+        num_layers=stage_layers(shape.num_layers, layout.pp, stage),
+        num_heads=shape.num_heads // layout.tp,
+        num_kv_heads=shape.num_kv_heads // layout.tp,
+        ffn_hidden_size=shape.ffn_hidden_size // layout.tp,
+        vocab_size=-(-shape.vocab_size // layout.tp) if has_vocabulary else 0,
+    )
+    # A stage has one of embedding and LM head, as if they were tied.
+    size = replace(model, shape=part, tied=model.tied or layout.pp > 1)
+    layers = int(part.num_layers * model.block_weights / layout.tp)
     return replace(
         setup,
-        model=_slice(setup.model, layout, stage),
+        model=replace(size, parameters=size.root_weights + layers),
         gpus=setup.gpus // layout.slices,
         gpus_per_node=max(1, setup.gpus_per_node // layout.tp),
         stage=stage,
-        model_layers=setup.model.shape.num_layers,
+        model_layers=shape.num_layers,
     )
-
-
-def _slice(model: ModelSize, layout: Layout, stage: int) -> ModelSize:
-    shape, tp, inner = model.shape, layout.tp, 0 < stage < layout.pp - 1
-    layers = stage_layers(shape.num_layers, layout.pp, stage)
-    part = replace(
-        shape,
-        num_layers=layers,
-        num_heads=shape.num_heads // tp,
-        num_kv_heads=shape.num_kv_heads // tp,
-        ffn_hidden_size=shape.ffn_hidden_size // tp,
-        vocab_size=0 if inner else -(-shape.vocab_size // tp),
-    )
-    tied = model.tied or layout.pp > 1  # one of embedding and head
-    size = replace(model, shape=part, tied=tied)
-    return replace(size, parameters=size.root_weights + int(layers * model.block_weights / tp))
