@@ -44,8 +44,23 @@ def layer_settings(*, packed: bool) -> dict[str, Any]:
     }
 
 
+class StageLayers(nn.ModuleList):
+    """Decoder layers of this rank, by their number in the whole model."""
+
+    def __init__(self, layers: dict[int, nn.Module]):
+        super().__init__()
+        for number, layer in layers.items():
+            self.add_module(str(number), layer)
+
+    def __getitem__(self, number: int) -> nn.Module:
+        return self._modules[str(number)]
+
+
 class TECausalLM(nn.Module):
     """Causal LM that returns the summed token loss; built on the meta device, filled by `weights.load_te`.
+
+    A rank of a pipeline has the layers of its stages only: the first rank the embedding too, the last one the
+    final norm and the LM head, with a copy of the embedding's weight if that is tied.
 
     Packed batches use TE's "thd" format, which separates sequences by `cu_seqlens`. Unpacked batches are
     right-padded and use "bshd"; the causal mask keeps tokens from attending to the padding after them.
@@ -62,17 +77,23 @@ class TECausalLM(nn.Module):
         self.first_micro_batch: bool | None = None
         self.recompute = recompute_levels(options.recompute, config.num_hidden_layers)  # level of each layer
         self.offload = ActivationOffload(options.device) if options.offload_activations else None
+        self.stages = options.stages or (range(config.num_hidden_layers),)  # layers of each, on this rank
+        self.embeds = self.stages[0].start == 0
+        self.has_head = self.stages[-1].stop == config.num_hidden_layers
         factory_kwargs = {"device": "meta", "dtype": options.dtype}
         vocabulary, hidden_size = config.vocab_size, config.hidden_size
-        self.embed_tokens = nn.Embedding(vocabulary, hidden_size, **factory_kwargs)
+        self.embed_tokens = self.norm = self.lm_head = None
+        if self.embeds or (self.has_head and self.tied):  # the LM head's copy, if it is on another rank
+            self.embed_tokens = nn.Embedding(vocabulary, hidden_size, **factory_kwargs)
         recipe = self.native_options.weight_recipe
         with te.quantized_model_init(enabled=True, recipe=recipe) if recipe else nullcontext():
-            self.layers = nn.ModuleList(self._build_layer(i) for i in range(config.num_hidden_layers))
-        self.norm = te.RMSNorm(hidden_size, eps=config.rms_norm_eps, **factory_kwargs)
-        self.lm_head = nn.Linear(hidden_size, vocabulary, bias=False, **factory_kwargs)
+            self.layers = StageLayers({i: self._build_layer(i) for stage in self.stages for i in stage})
+        if self.has_head:
+            self.norm = te.RMSNorm(hidden_size, eps=config.rms_norm_eps, **factory_kwargs)
+            self.lm_head = nn.Linear(hidden_size, vocabulary, bias=False, **factory_kwargs)
         if options.lora.enabled:
             self._add_adapters()
-        if options.fp8_lm_head:
+        if options.fp8_lm_head and self.has_head:
             self.lm_head.fp8_recipe = LM_HEAD_RECIPE  # read by the coverage table
         self.register_buffer("rope", torch.empty(0), persistent=False)  # [P, 1, 1, K]
         self.register_buffer("rope_table", torch.empty(0), persistent=False)  # [P, K]
@@ -158,8 +179,13 @@ class TECausalLM(nn.Module):
         """True if the LM head shares the embedding's weight."""
         return self.config.tie_word_embeddings
 
+    @property
+    def copies_embedding(self) -> bool:
+        """True if the first rank of this one's pipeline has the embedding, and this one a copy of it."""
+        return self.embed_tokens is not None and not self.embeds
+
     def tie(self) -> None:
-        if self.tied:
+        if self.tied and self.has_head:
             self.lm_head.weight = self.embed_tokens.weight
 
     def materialize(self, *, layers: bool = True) -> TECausalLM:
@@ -175,7 +201,7 @@ class TECausalLM(nn.Module):
 
     def set_max_positions(self, positions: int) -> None:
         """Compute the RoPE tables for sequences of up to this many tokens."""
-        self.rope = rope_angles(self.config, positions).to(self.norm.weight.device)
+        self.rope = rope_angles(self.config, positions).to(next(self.parameters()).device)
         self.rope_table = rope_table(self.rope)
 
     def cache_fp8_weights_under_fsdp(self) -> None:
@@ -216,14 +242,22 @@ class TECausalLM(nn.Module):
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        *,
+        stage: range | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """Return the final norm's output [T, D] for `input_ids` [B, S] int64.
+
+        With `stage`, only the layers of a pipeline's stage run. `hidden` [T, D] is the output of the stage
+        before; the result is that of the stage's last layer, after the final norm in the last stage.
 
         `cu_seqlens` [N+1] int32: sequence boundaries in the T tokens of a packed batch. Positions are derived
         from `cu_seqlens`, or are 0 to S-1 without it; `position_ids` [B, S] int64, if given, must equal them.
         Under context parallelism T and S are of this rank's tokens, and `cu_seqlens` is of whole sequences.
         """
-        hidden = self.embed_tokens(input_ids)  # [B, S, D]
+        stage = self.stages[0] if stage is None else stage
+        received = hidden is not None
+        hidden = hidden.view(*input_ids.shape, -1) if received else self.embed_tokens(input_ids)  # [B, S, D]
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()  # with a frozen embedding; the first layer then runs as the others
         if self.training and self.options.lora.lora_dropout:
@@ -235,9 +269,11 @@ class TECausalLM(nn.Module):
         # "bshd" is faster than "thd", and correct if each row is one sequence.
         one_per_row = cu_seqlens is not None and len(cu_seqlens) == len(input_ids) + 1
         as_rows = self.is_native and one_per_row
+        if self.options.stages and self.recompute != ["none"] * len(self.recompute):
+            as_rows = False  # other micro-batches may run before a layer is recomputed
         if self.options.packed and self.is_native:
-            for layer in self.layers:
-                layer.self_attention.qkv_format = "bshd" if as_rows else "thd"
+            for i in stage:
+                self.layers[i].self_attention.qkv_format = "bshd" if as_rows else "thd"
         if self.options.packed and as_rows:
             arguments["self_attn_mask_type"] = "causal"
         elif self.options.packed:
@@ -253,9 +289,10 @@ class TECausalLM(nn.Module):
                 arguments |= {"cu_seqlens_q_padded": cu_seqlens, "cu_seqlens_kv_padded": cu_seqlens}
         if self.offload and torch.is_grad_enabled():
             self.offload.begin()
-        for layer, level in zip(self.layers, self.recompute, strict=True):
-            hidden = self._run(layer, level, hidden, arguments)
-        return self.norm(hidden).flatten(0, -2)
+        for i in stage:
+            hidden = self._run(self.layers[i], self.recompute[i], hidden, arguments)
+        ends = stage.stop == self.config.num_hidden_layers
+        return (self.norm(hidden) if ends else hidden).flatten(0, -2)
 
     def _run(self, layer: nn.Module, level: str, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         if level != "none" and torch.is_grad_enabled():

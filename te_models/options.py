@@ -60,6 +60,7 @@ class BuildOptions:
     reentrant: bool = False  # reentrant activation checkpointing, required by DeepSpeed's ZeRO-3 hooks
     shard: Callable[[nn.Module], None] | None = None  # shards the model, if possible on the meta device
     lora: LoraConfig = field(default_factory=LoraConfig)  # adapters to train instead of the weights
+    stages: tuple[range, ...] = ()  # this rank's layers in a pipeline, by stage
     context: ContextParallel | None = None  # TE layers only
     kernels: Kernels = DEFAULT_KERNELS  # selected by `training.kernels`
     native: NativeOptions = field(default_factory=NativeOptions)

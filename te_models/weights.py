@@ -333,7 +333,7 @@ def load_te(
     Each rank of a sharded model reads only the rows of its own shards. `loading` is entered for each layer.
     """
     shapes = source.shapes()
-    for i, layer in enumerate(model.layers):
+    for i, layer in model.layers.named_children():
         prefix = f"model.layers.{i}."
         numbered, owners = _number_rows(
             {key: shape for key, shape in shapes.items() if key.startswith(prefix)}
@@ -343,10 +343,10 @@ def load_te(
             for name, parameter in base_parameters(layer).items():
                 _fill(parameter, layout.pop(name), owners, source, split)
         assert not layout, layout.keys()
-    rest = {EMBEDDING: model.embed_tokens.weight, FINAL_NORM: model.norm.weight}
-    if not model.tied:
-        rest[LM_HEAD] = model.lm_head.weight
-    fill_named(rest, source, split)
+    modules = {EMBEDDING: model.embed_tokens, FINAL_NORM: model.norm, LM_HEAD: model.lm_head}
+    if model.tied:
+        del modules[LM_HEAD]
+    fill_named({key: module.weight for key, module in modules.items() if module}, source, split)
 
 
 Gather = Callable[[list[Tensor]], list[Tensor]]  # gathers full tensors from shards, as `Strategy.gather`
@@ -354,12 +354,15 @@ Gather = Callable[[list[Tensor]], list[Tensor]]  # gathers full tensors from sha
 
 def te_to_hf(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tensor]]:
     """Yield a TECausalLM's weights under Hugging Face names, layer by layer; without `lm_head` if tied."""
-    yield EMBEDDING, *gather([model.embed_tokens.weight])
-    for i, layer in enumerate(model.layers):
+    if model.embeds:
+        yield EMBEDDING, *gather([model.embed_tokens.weight])
+    for i, layer in model.layers.named_children():
         names, parameters = zip(*base_parameters(layer).items(), strict=True)
         tensors = dict(zip(names, gather(list(parameters)), strict=True))
         for name, tensor in layer_to_hf(tensors, model.config).items():
             yield f"model.layers.{i}.{name}", tensor
+    if not model.has_head:
+        return
     yield FINAL_NORM, *gather([model.norm.weight])
     if not model.tied:
         yield LM_HEAD, *gather([model.lm_head.weight])

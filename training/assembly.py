@@ -14,6 +14,7 @@ from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.fp8_weights import quantize_shards, quantize_weights
 from fp8_suite.te_models.options import BuildOptions, ContextParallel, NativeOptions
 from fp8_suite.training.config import Config
+from fp8_suite.training.estimate.layout import pipeline_stages
 from fp8_suite.training.estimate.sizes import compiles_layers
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.optim.adamw import split_master
@@ -57,11 +58,11 @@ def assemble(prepared: PreparedRun) -> Assembly:
         check_attention(model, context)
     # A phase of its own, so that the watchdog can name ranks that are still loading weights.
     prepared.watchdog.starting("building the optimizer")
-    precision_map.apply(model, precision)
+    precision_map.apply(model, precision, strategy.topology.stage_group)
     fp8_stats.attach(model)
     strategy.reshard(model)  # the packing check ran forward passes, which left weights gathered
     low_halves = optim.take_low_halves(model, offload=setup.optimizer.offload)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = strategy.count_parameters(model)
 
     unquantized = {}  # BF16 shards, from which the optimizer's masters start
     if setup.optimizer.holds_fp8_weights and not cfg.lora.enabled:  # else they are frozen
@@ -77,7 +78,10 @@ def assemble(prepared: PreparedRun) -> Assembly:
         optim.optimizer_state(optimizer, model)
     wrapped = strategy.wrap(model, optimizer)
     autocast = build_autocast(
-        precision, device=strategy.device, parameter_dtype=strategy.forward_dtype(**dtypes)
+        precision,
+        device=strategy.device,
+        parameter_dtype=strategy.forward_dtype(**dtypes),
+        group=strategy.topology.stage_group,
     )
     return Assembly(model, wrapped, optimizer, parameters, autocast, fp8_stats)
 
@@ -91,6 +95,7 @@ def _build_model(
     row_multiple = strategy.topology.context.row_multiple(precision.token_multiple)
     splits = setup.optimizer.kind == "fused_adamw" and setup.optimizer.master_weights
     splits = splits and prepared.resume is None and prepared.total_steps > 0
+    layers = getattr(prepared.resolved.model.config, "num_hidden_layers", 0)
     options = BuildOptions(
         te_backend=precision.te_backend,
         dtype=dtypes["parameter_dtype"],
@@ -107,6 +112,7 @@ def _build_model(
         offload_activations=cfg.model.offload_activations,
         reentrant=strategy.reentrant,
         shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
+        stages=pipeline_stages(setup.layout, layers, strategy.topology.pipeline_rank),
         context=context,
         kernels=prepared.kernels,
         native=NativeOptions(

@@ -26,6 +26,7 @@ from fp8_suite.training.optim import moments
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.optim.adamw import local
 from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.pipeline import tensors_of_all_stages
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.precision.precision_map import bf16_linears
 from fp8_suite.training.prepare import PreparedRun
@@ -57,6 +58,8 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
             kept = bf16_linears(assembly.model, prepared.resolved.precision)
             quantizer = Quantizer(FORMS["block"], kept)
         tensors = export_tensors(assembly.model, gather)
+        if strategy.topology.pp > 1:
+            tensors = tensors_of_all_stages(tensors, strategy.topology, strategy.device)
         if adapters:
             tensors = _merged(prepared, tensors, adapters)
         folder = ranks.iterate_on_rank0(tensors, partial(_write, prepared, name=name, quantizer=quantizer))

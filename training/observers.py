@@ -88,7 +88,12 @@ class Observers(Hooks):
     def _record_first_step(self) -> None:
         """Record FP8 coverage, attention backend and time to the first step in env.json."""
         cfg, precision = self.prepared.cfg, self.prepared.resolved.precision
-        covered = coverage(self.assembly.model, "bf16" if precision.fp8 else precision.effective)
+        topology = self.prepared.strategy.topology
+        others = (
+            {"gather": lambda part: ranks.gather(part)[:: topology.stage_size]} if topology.pp > 1 else {}
+        )
+        unquantized = "bf16" if precision.fp8 else precision.effective
+        covered = coverage(self.assembly.model, unquantized, **others)
         backend = te_runtime.attention_backend() if cfg.model.use_te else self.assembly.model.attention
         self.environment |= {
             "coverage": asdict(covered),

@@ -70,14 +70,9 @@ def train_step(
     counts = [torch.full((), float(n), device=strategy.device) for n in (local_label_tokens, save_due())]
     label_tokens, save = strategy.sum(torch.stack(counts)).unbind()
     divisor = label_tokens.clamp(min=1)
-    loss_sum = torch.zeros((), device=strategy.device)
-    for i, batch in enumerate(micro_batches):
-        with strategy.accumulating(stack.wrapped, first=i == 0, last=i == len(micro_batches) - 1):
-            with stack.autocast():
-                micro_batch_loss, _ = stack.wrapped(**batch.inputs)  # summed over its label tokens
-            # Backward stays outside autocast. Ranks average gradients; sum_size undoes that.
-            strategy.backward(stack.wrapped, micro_batch_loss * (strategy.topology.sum_size / divisor))
-        loss_sum += micro_batch_loss.detach()
+    inputs = [batch.inputs for batch in micro_batches]
+    factor = strategy.topology.sum_size / divisor  # ranks average gradients; sum_size undoes that
+    loss_sum = strategy.run_micro_batches(stack.wrapped, inputs, stack.autocast, factor)
     stop = torch.full((), float(stop_requested()), device=strategy.device)
     total_loss, stop = strategy.sum(torch.stack([loss_sum, stop])).unbind()
     loss = total_loss / divisor

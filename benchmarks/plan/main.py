@@ -46,7 +46,7 @@ GPU_FLAGS = {
 }
 LAYOUT_FLAGS = {
     "tensor_parallel_size": "GPUs of a node that share each layer; training does not run it",
-    "pipeline_parallel_size": "ranks that share the layers; training does not run it",
+    "pipeline_parallel_size": "ranks that share the layers; training runs it under ddp",
     "virtual_stages": "pipeline stages per rank; more than 1: interleaved 1F1B",
 }
 LARGEST = 1e18  # number in a flag
@@ -170,7 +170,7 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
         rates = "its time is computed with the rates of delayed scaling"
         lines += ["", f"{setup.recipe} was not measured; {rates}."]
     if setup.layout.slices > 1:
-        lines += ["", "Training does not run tensor and pipeline parallelism; these are predictions only."]
+        lines += ["", "Training does not run tensor parallelism, and pipelines only under ddp."]
     if any(plan.setup.nodes > 1 for plan in plans):
         lines += ["", "More than one node was not measured; docs/plan.md lists the assumptions."]
     return lines

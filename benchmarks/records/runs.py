@@ -29,6 +29,7 @@ RESOLVED = {"model_name", "use_te", "te_backend", "mixed_precision", "fp8_scenar
 # Scaling compares one GPU, without sharding, with several GPUs.
 SHARDING = {"sharding_mode", "deepspeed_config", "offload_optimizer", "hsdp_shard_size"}
 SHARDING |= {"context_parallel_size", "cp_comm_type"}
+SHARDING |= {"pipeline_parallel_size", "pipeline_schedule", "virtual_stages"}
 # Other settings that change the work of a step; equal in runs whose speeds are comparable.
 WORK = tuple(n for n, effect in EFFECTS.items() if effect == "step" and n not in RESOLVED | SHARDING)
 
@@ -156,6 +157,7 @@ class RunRecord:
     def global_batch(self) -> int:
         """Sequences per optimizer step over all ranks, at the end of a ramp."""
         data_ranks = self.ranks // self.config.get("context_parallel_size", 1)
+        data_ranks //= self.config.get("pipeline_parallel_size", 1)
         return self.config["batch_size"] * self.config["gradient_accumulation_steps"] * data_ranks
 
     @property

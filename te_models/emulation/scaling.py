@@ -73,6 +73,7 @@ class Region:
     """Modules with delayed scaling inside one outermost autocast, in execution order."""
 
     modules: dict[Fp8Module, None] = field(default_factory=dict)
+    group: Any = None  # ranks with these modules; None: all
     has_first: bool = False  # True if a module is assigned to update the gradients' scales
 
 
@@ -86,12 +87,14 @@ class GlobalState:
 
 
 @contextmanager
-def autocast(enabled: bool = True, recipe: Recipe | None = None) -> Iterator[None]:
-    """Run FP8 layers in `recipe`; nested contexts override outer ones."""
+def autocast(
+    enabled: bool = True, recipe: Recipe | None = None, amax_reduction_group: Any = None
+) -> Iterator[None]:
+    """Run FP8 layers in `recipe`; nested contexts override outer ones, but for the outermost's group."""
     assert recipe or not enabled, "TE would use its default recipe"
     outer, is_outermost = GlobalState.recipe, GlobalState.region is None
     GlobalState.recipe = recipe if enabled else None
-    region = GlobalState.region = GlobalState.region or Region()
+    region = GlobalState.region = GlobalState.region or Region(group=amax_reduction_group)
     try:
         yield
     finally:
@@ -99,7 +102,7 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> Iterator[Non
         if is_outermost:
             GlobalState.region = None
     if is_outermost and enabled and torch.is_grad_enabled():
-        update_scales(region.modules, "scaling_fwd")
+        update_scales(region.modules, "scaling_fwd", region.group)
 
 
 class Fp8Module(nn.Module):
@@ -169,7 +172,7 @@ class Fp8Module(nn.Module):
         if region.has_first or not (torch.is_grad_enabled() and needs_grad):
             return None
         region.has_first = True
-        return partial(update_scales, region.modules, "scaling_bwd")
+        return partial(update_scales, region.modules, "scaling_bwd", region.group)
 
 
 def _slots(scale: Tensor, state: DelayedState) -> list[Slot]:
@@ -178,7 +181,7 @@ def _slots(scale: Tensor, state: DelayedState) -> list[Slot]:
 
 
 @torch.no_grad()
-def update_scales(modules: Iterable[Fp8Module], direction: Direction) -> None:
+def update_scales(modules: Iterable[Fp8Module], direction: Direction, group: Any = None) -> None:
     """Advance the modules' histories and compute new scales; collective in a distributed run."""
     if not (metas := [module.fp8_meta for module in modules]):
         return
@@ -187,8 +190,8 @@ def update_scales(modules: Iterable[Fp8Module], direction: Direction) -> None:
     history = torch.cat([state.amax_history for state in states], dim=1)  # [steps, n of all modules]
     scale = torch.cat([state.scale for state in states])
     amax = history[0].clone()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(amax, dist.ReduceOp.MAX)
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group)
     limit = torch.finfo(recipe.fp8_format.dtype("grad" if direction == "scaling_bwd" else "input")).max
     limit *= 2.0**-recipe.margin
     history, scale = next_scales(history, amax, scale, limit=limit, algorithm=recipe.amax_compute_algo)

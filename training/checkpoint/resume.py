@@ -272,7 +272,8 @@ def rank_batch(settings: dict[str, Any]) -> int:
 
 def step_batch(settings: dict[str, Any], world_size: int) -> int:
     """Return the sequences of all ranks per optimizer step, of settings without `auto`."""
-    return rank_batch(settings) * (world_size // settings.get("context_parallel_size", 1))
+    sharing = settings.get("context_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
+    return rank_batch(settings) * (world_size // sharing)
 
 
 # Steps

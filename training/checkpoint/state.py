@@ -73,7 +73,8 @@ def share_of_rank(tensors: dict[str, Tensor], strategy: Any) -> dict[str, Tensor
     loads: dict[int, list[int]] = {}  # bytes assigned so far to each of N replicas
     share = {}
     for key, tensor in tensors.items():
-        replica, replicas = strategy.topology.rank, strategy.topology.world_size
+        replicas = strategy.topology.stage_size  # ranks of other stages have other tensors
+        replica = strategy.topology.rank % replicas
         if isinstance(tensor, DTensor):
             replica, replicas = _replica(tensor)
         assigned = loads.setdefault(replicas, [0] * replicas)
@@ -103,6 +104,9 @@ def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> 
     """
     shapes, meta = checkpoints.shapes(point.path), point.meta
     scaling = {key: torch.empty(shape) for key, shape in shapes.items() if key.startswith("fp8/")}
+    if run.strategy.topology.pp > 1:
+        modules = {name for name, _ in run.model.named_modules()}
+        scaling = {key: t for key, t in scaling.items() if key[4:].partition(".scaling_")[0] in modules}
     tensors, copy_back = weights_and_optimizer(
         run.model, run.optimizer, run.strategy, run.cfg, weights_only=run.loader is None
     )

@@ -15,6 +15,7 @@ from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import ModelSpec, count_parameters, linear_sizes
 from fp8_suite.training.config import Config, refused_by_zero_3
 from fp8_suite.training.estimate import advice, sizes
+from fp8_suite.training.estimate.layout import check_pipeline
 from fp8_suite.training.estimate.modes import make_setup
 from fp8_suite.training.estimate.setup import ModelSize
 from fp8_suite.training.estimate.sizes import UNCOMPILED, Sizing, compiles_layers
@@ -38,6 +39,8 @@ def choose_strategy(
     ranks.run_on_rank0(lambda: sizes.check_number_of_ranks(cfg, cfg.sharding.data_ranks(ranks.world_size())))
     sizing = ranks.run_on_rank0(lambda: choose_sizing(cfg, model, device, effective, usable))
     chosen = sizing.chosen
+    layers = getattr(model.config, "num_hidden_layers", 1)
+    ranks.run_on_rank0(lambda: check_pipeline(chosen.layout, layers, chosen.batches.micro_batches(0)))
     strategy = build_strategy(chosen.mode, device, chosen.cfg)
     ranks.run_on_all_ranks(lambda: check_recomputation(chosen.cfg, strategy))
     if cfg.optim.max_steps != 0:
@@ -111,6 +114,8 @@ def _fixed_mode(cfg: Config) -> str | None:
                 "train_multi_gpu.py with torchrun"
             )
         return "single"
+    if mode == AUTO and cfg.sharding.pipeline_parallel_size > 1:
+        return "ddp"
     return None if mode == AUTO else mode
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from fp8_suite.core.errors import bad_setting, counted
 from fp8_suite.te_models.shape import ModelShape
@@ -71,6 +72,28 @@ def check_layout(layout: Layout, shape: ModelShape, gpus: int, gpus_per_node: in
             raise bad_setting(reason, **{flag: layout.flags.get(flag, 1)})
     if gpus % (layout.cp * layout.slices):
         raise bad_setting(f"the product must divide {counted(gpus, 'GPU')}; use fewer", **layout.flags)
+
+
+def pipeline_stages(layout: Layout, layers: int, rank: int) -> tuple[range, ...]:
+    """Return the layers of each stage of a pipeline rank; () without a pipeline."""
+    if layout.pp == 1:
+        return ()
+    total = layout.pp * layout.virtual
+    ends = list(accumulate((stage_layers(layers, total, stage) for stage in range(total)), initial=0))
+    return tuple(range(ends[stage], ends[stage + 1]) for stage in range(rank, total, layout.pp))
+
+
+def check_pipeline(layout: Layout, layers: int, micro_batches: int) -> None:
+    """Raise UserError for a pipeline without layers or micro-batches for all its stages."""
+    pp, virtual = layout.pp, layout.virtual
+    if layers < pp * virtual:
+        raise bad_setting(f"the model has {layers} layers; use at most as many stages", **layout.flags)
+    if pp > 1 and (micro_batches < pp or (virtual > 1 and micro_batches % pp)):
+        accumulation = max(1, round(micro_batches / pp)) * pp
+        reason = f"a pipeline of {pp} ranks needs {'a multiple of' if virtual > 1 else 'at least'} {pp}"
+        reason += f" micro-batches per step; use --gradient_accumulation_steps {accumulation}"
+        settings = {"gradient_accumulation_steps": micro_batches, "pipeline_parallel_size": pp}
+        raise bad_setting(reason, **settings)
 
 
 def stage_layers(layers: int, ranks: int, stage: int) -> int:

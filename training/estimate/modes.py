@@ -34,12 +34,15 @@ def make_setup(
 ) -> tuple[TrainingSetup, str]:
     """Return a setup in `mode` with its optimizer, and the reason for the mode if it is `auto`, else "".
 
-    `layout` has the sizes that are no settings of training.
+    `layout` has the sizes that `cfg` does not set.
     UserError if the mode's optimizer refuses the settings.
     """
     from fp8_suite.training.optim.optimizer import choose_optimizer  # imported here because it imports torch
 
     layout = replace(layout, cp=cfg.sharding.context_parallel_size)
+    if cfg.sharding.pipeline_parallel_size > 1:
+        pipeline = {"pp": cfg.sharding.pipeline_parallel_size, "virtual": cfg.sharding.virtual_stages}
+        layout = replace(layout, **pipeline)
     if model.shape and not model.adapters:
         model = with_adapters(model, cfg.lora)
 

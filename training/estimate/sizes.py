@@ -112,7 +112,7 @@ def with_sizes(cfg: Config, ranks: int, batch: int | None = None, recompute: str
 def check_number_of_ranks(cfg: Config, ranks: int) -> None:
     """Raise UserError for a batch, FP8 weights or an exchange that this number of data ranks rules out."""
     allowed_batches(cfg, ranks)
-    ranks *= cfg.sharding.context_parallel_size
+    ranks *= cfg.sharding.context_parallel_size * cfg.sharding.pipeline_parallel_size
     if ranks > 1 and cfg.precision.fp8_weights and not cfg.lora.enabled:
         raise bad_setting(f"only on one GPU, here {counted(ranks, 'rank')}; drop it", fp8_weights=True)
     if ranks == 1 and cfg.sharding.grad_reduce_dtype == "fp8":

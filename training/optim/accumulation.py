@@ -62,6 +62,12 @@ class MainGradAccumulator:
         for weight in self.fused:
             weight.overwrite_main_grad = first
 
+    def begin_pipeline(self) -> None:
+        """Prepare all micro-batches of a step: a layer may be recomputed after others' forward passes."""
+        for weight in self.fused:
+            weight.overwrite_main_grad = False
+            weight.main_grad.zero_()
+
     def clear(self) -> None:
         """Free the gradients, except the buffers that TE overwrites."""
         for parameter in self.unfused:

@@ -65,6 +65,14 @@ class ShardingConfig(Section):
     cp_comm_type: Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"] = resumable(
         "auto", "how the ranks of a sequence attend; auto: a2a if they divide the heads, else all_gather"
     )
+    pipeline_parallel_size: int = resumable(
+        1, "ranks that share the layers, with --use_te (docs/multi_gpu.md)", minimum=1
+    )
+    pipeline_schedule: Literal["auto", "1f1b", "interleaved"] = resumable(
+        "auto",
+        "order of a pipeline's micro-batches; auto: interleaved with several --virtual_stages, else 1f1b",
+    )
+    virtual_stages: int = resumable(1, "pipeline stages per rank", minimum=1)
     grad_reduce_dtype: Literal["fp32", "bf16", "fp8"] = setting(
         "fp32", "dtype of gradient sums over ranks and micro-batches; fp8: sent in FP8, accumulated in BF16"
     )
@@ -84,14 +92,16 @@ class ShardingConfig(Section):
     )
 
     def data_ranks(self, ranks: int) -> int:
-        """Return the ranks that read different rows. UserError if --context_parallel_size does not divide."""
-        if ranks % (size := self.context_parallel_size):
-            fitting = [n for n in range(2, ranks + 1) if ranks % n == 0]
-            way_out = f"use {' or '.join(map(str, fitting))}" if fitting else "start several with torchrun"
-            raise bad_setting(
-                f"does not divide {counted(ranks, 'rank')}; {way_out}", context_parallel_size=size
-            )
-        return ranks // size
+        """Return the ranks that read different rows. UserError if sizes of parallel axes do not divide."""
+        for name in ("context_parallel_size", "pipeline_parallel_size"):
+            if ranks % (size := getattr(self, name)):
+                fitting = [n for n in range(2, ranks + 1) if ranks % n == 0]
+                way_out = (
+                    f"use {' or '.join(map(str, fitting))}" if fitting else "start several with torchrun"
+                )
+                raise bad_setting(f"does not divide {counted(ranks, 'rank')}; {way_out}", **{name: size})
+            ranks //= size
+        return ranks
 
     def shard_size(self, gpus: int, gpus_per_node: int) -> int:
         """Return the ranks that share one copy of the model under hsdp. UserError if they cannot."""

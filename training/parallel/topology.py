@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch.distributed as dist
 from fp8_suite.data.context import Context
@@ -24,6 +25,7 @@ class Topology:
 
     - Rows of data: ranks that differ in `replicate` or `shard` read different rows, all others the same.
     - Sums of losses, counts and gradients, and maxima of FP8 scaling: over `replicate`, `shard` and `cp`.
+    - Layers of a model: `pp` ranks have different ones.
     - Weights under FSDP: sharded over `shard` and `cp` as one axis, copied over `replicate`.
     """
 
@@ -35,10 +37,24 @@ class Topology:
     cp: int = 1
     tp: int = 1
     context_group: ProcessGroup | None = None  # ranks that share this one's sequences, if there are several
+    # Only in a pipeline:
+    stage_group: ProcessGroup | None = None  # ranks with the same layers
+    pipeline_group: ProcessGroup | None = None  # ranks with the other layers, which read the same rows
+    ends_group: ProcessGroup | None = None  # first and last rank of `pipeline_group`; None on the others
 
     @property
     def world_size(self) -> int:
         return prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def stage_size(self) -> int:
+        """Number of ranks with the same layers."""
+        return self.world_size // self.pp
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Number of this rank in its pipeline."""
+        return self.rank // self.stage_size
 
     @property
     def data_size(self) -> int:
@@ -71,6 +87,8 @@ class Topology:
 def build_topology(cfg: ShardingConfig, mode: str) -> Topology:
     """Arrange all ranks for a sharding mode. Collective. UserError if the sizes do not fit."""
     world_size, spec, cp = ranks.world_size(), MODES[mode], cfg.context_parallel_size
+    pipeline = _pipeline(cfg.pipeline_parallel_size, world_size)
+    world_size //= cfg.pipeline_parallel_size
     shards = cp if spec.engine in ("none", "ddp") else world_size
     if spec.in_groups:
         local_size = ranks.local_rank_and_size()[1]
@@ -83,4 +101,25 @@ def build_topology(cfg: ShardingConfig, mode: str) -> Topology:
         shard=shards // cp,
         cp=cp,
         context_group=group,
+        **pipeline,
     )
+
+
+def _pipeline(size: int, world_size: int) -> dict[str, Any]:
+    """Return the topology's fields for pipelines of `size` ranks. Collective."""
+    if size == 1:
+        return {}
+
+    def group(rank_lists: list[range]) -> ProcessGroup | None:
+        lists = [list(numbers) for numbers in rank_lists]
+        return dist.new_subgroups_by_enumeration(lists, timeout=ranks.COLLECTIVE_TIMEOUT)[0]
+
+    block = world_size // size
+    pipeline_group = group([range(i, world_size, block) for i in range(block)])
+    ends = [range(i, world_size, world_size - block) for i in range(block)]
+    return {
+        "pp": size,
+        "stage_group": group([range(i, i + block) for i in range(0, world_size, block)]),
+        "pipeline_group": pipeline_group,
+        "ends_group": pipeline_group if size == 2 else group(ends),
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fp8_suite.core.recipes import RECIPES
@@ -47,13 +48,36 @@ def fold_layers(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def coverage(model: nn.Module, unquantized: str = "bf16") -> Coverage:
-    """Return the precision of each module's GEMMs in the last step.
+Modules = tuple[dict[tuple[str, str, str], list[int]], float]  # weight elements by row; number of FP8 ones
+
+
+def coverage(
+    model: nn.Module,
+    unquantized: str = "bf16",
+    gather: Callable[[Modules], list[Modules]] = lambda modules: [modules],
+) -> Coverage:
+    """Return the precision of each module's GEMMs in the last step; `gather` adds those of other ranks.
 
     `unquantized` is the precision of GEMMs without a recipe. FLOPs are estimated by the number of weight
     elements, since all weights process the same tokens. Experts process fewer, so their share is overstated.
     """
-    groups: dict[tuple[str, str, str], list[int]] = {}  # weight elements of each module in a row
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    fp8_elements = 0.0
+    for modules, elements in gather(_modules(model, unquantized)):
+        fp8_elements += elements
+        for row, sizes in modules.items():
+            groups[row] = groups.get(row, []) + sizes
+    total = sum(map(sum, groups.values()))
+    rows = [
+        CoverageRow(name, len(sizes), label, sum(sizes) / total, note)
+        for (name, label, note), sizes in groups.items()
+    ]
+    fp8_modules = sum(row.count for row in rows if row.precision.startswith("fp8"))
+    return Coverage(rows, fp8_modules, fp8_elements / total)
+
+
+def _modules(model: nn.Module, unquantized: str) -> Modules:
+    groups: dict[tuple[str, str, str], list[int]] = {}
     fp8_elements = 0.0
     for name, module in model.named_modules():
         # ZeRO-3 replaces a weight by an empty tensor with its shape in `ds_shape`.
@@ -70,13 +94,7 @@ def coverage(model: nn.Module, unquantized: str = "bf16") -> Coverage:
         elif recipe:
             fp8_elements += elements
         groups.setdefault((fold_layers(name), label, note), []).append(elements)
-    total = sum(map(sum, groups.values()))
-    rows = [
-        CoverageRow(name, len(sizes), label, sum(sizes) / total, note)
-        for (name, label, note), sizes in groups.items()
-    ]
-    fp8_modules = sum(row.count for row in rows if row.precision.startswith("fp8"))
-    return Coverage(rows, fp8_modules, fp8_elements / total)
+    return groups, fp8_elements
 
 
 def _last_recipe(module: nn.Module, is_attention: bool) -> str | None:

@@ -138,16 +138,17 @@ def check_resume(meta: dict[str, Any], precision: Precision) -> None:
         )
 
 
-def apply(model: nn.Module, precision: Precision) -> None:
-    """Run each TE module in its own recipe, inside the run's autocast."""
+def apply(model: nn.Module, precision: Precision, group: Any = None) -> None:
+    """Run each TE module in its own recipe, inside the run's autocast. `group`: see `build_autocast`."""
+    modules = dict(model.named_modules())
     for name, recipe in precision.by_module.items():
-        if recipe != precision.effective:
-            module = model.get_submodule(name)
-            module.forward = _module_autocast(precision, precision.te_recipe_of.get(recipe))(module.forward)
+        if recipe != precision.effective and (module := modules.get(name)):  # else on another rank
+            region = _module_autocast(precision, precision.te_recipe_of.get(recipe), group)
+            module.forward = region(module.forward)
 
 
 @contextmanager
-def _module_autocast(precision: Precision, recipe: Any) -> Iterator[None]:
+def _module_autocast(precision: Precision, recipe: Any, group: Any) -> Iterator[None]:
     """Run in `recipe` (None: BF16) inside the run's autocast.
 
     TE reduces forward amaxes of delayed scaling when the outermost autocast exits. It reduces all backward
@@ -156,7 +157,7 @@ def _module_autocast(precision: Precision, recipe: Any) -> Iterator[None]:
     """
     # With recipe=None TE would build its default recipe on every call.
     inner = te_module(precision.te_backend).autocast(
-        enabled=recipe is not None, recipe=recipe or precision.te_recipe
+        enabled=recipe is not None, recipe=recipe or precision.te_recipe, amax_reduction_group=group
     )
     if precision.te_backend != "native":
         with inner:

@@ -180,9 +180,12 @@ def recipe_name(recipe: Any) -> str:
 
 
 def build_autocast(
-    precision: Precision, *, device: torch.device, parameter_dtype: torch.dtype
+    precision: Precision, *, device: torch.device, parameter_dtype: torch.dtype, group: Any = None
 ) -> Callable[[], AbstractContextManager]:
-    """Return a factory of the autocast context for forward passes. Run backward outside it."""
+    """Return a factory of the autocast context for forward passes. Run backward outside it.
+
+    The ranks of `group` (None: all) have the same layers and share the scales of delayed scaling.
+    """
 
     def autocast() -> AbstractContextManager:
         contexts = ExitStack()
@@ -190,7 +193,8 @@ def build_autocast(
             contexts.enter_context(torch.autocast(device.type, dtype=precision.compute_dtype))
         if precision.te_recipe is not None:
             te = te_module(precision.te_backend)
-            contexts.enter_context(te.autocast(enabled=True, recipe=precision.te_recipe))
+            region = te.autocast(enabled=True, recipe=precision.te_recipe, amax_reduction_group=group)
+            contexts.enter_context(region)
         return contexts
 
     return autocast

@@ -76,10 +76,8 @@ class DelayedScalingState(Scaling):
         # Attention kernels advance the RNG even without dropout.
         with torch.random.fork_rng(devices):
             for _ in range(CALIBRATION_PASSES):
-                with torch.enable_grad(), strategy.accumulating(wrapped, first=True, last=True):
-                    with self.autocast():
-                        loss, _ = wrapped(**inputs)
-                    strategy.backward(wrapped, loss)
+                with torch.enable_grad():
+                    strategy.run_micro_batches(wrapped, [inputs], self.autocast, 1.0)
                 strategy.discard(wrapped, self.optimizer)
         # Ranks share their scales, so all use the mean number of tokens.
         tokens = strategy.sum(torch.tensor(float(batch.label_tokens), device=strategy.device)).item()

@@ -1,0 +1,232 @@
+"""Pipeline parallelism: ranks hold different layers, and a step's micro-batches run through them in turn.
+
+torch.distributed.pipelining has the schedules and sends activations and their gradients. All ranks of a
+pipeline read the same rows. Between stages travel activations [T, D] for T tokens, the most of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from fp8_suite.te_models.kernels.loss import TokenLoss
+from fp8_suite.training.optim.accumulation import MainGradAccumulator, gradient_of
+from fp8_suite.training.parallel.strategies import Strategy
+from fp8_suite.training.parallel.topology import Topology
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+Inputs = dict[str, Any]  # of the model, see `data.collate.Batch`
+
+
+class PipelineStrategy(Strategy):
+    """Pipelines of a whole model each; their gradients are averaged after a step's last micro-batch."""
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        super().wrap(model, optimizer)
+        return Pipeline(model, self.topology, self.device)
+
+    def run_micro_batches(
+        self,
+        model: Pipeline,
+        inputs: list[Inputs],
+        autocast: Callable[[], AbstractContextManager],
+        factor: Tensor | float,
+    ) -> Tensor:
+        if isinstance(self.gradient_sums, MainGradAccumulator):
+            self.gradient_sums.begin_pipeline()
+        if self.loss_scale:
+            factor = factor * self.loss_scale.value
+        loss_sum = model.train_on(inputs, autocast, factor)
+        self._exchange_gradients(model.model)
+        return loss_sum
+
+    def _exchange_gradients(self, model: nn.Module) -> None:
+        """Average gradients over the ranks with the same layers, and add those of a tied weight's copies."""
+        if (size := self.topology.sum_size) > 1:
+            gradients = [g for p in model.parameters() if (g := gradient_of(p)) is not None]
+            torch._foreach_div_(gradients, size)
+            group = self.topology.stage_group
+            for exchange in [dist.all_reduce(g, group=group, async_op=True) for g in gradients]:
+                exchange.wait()
+        if model.tied and (ends := self.topology.ends_group):
+            dist.all_reduce(gradient_of(model.embed_tokens.weight), group=ends)
+
+    def step(self, model: Pipeline, *args: Any, **kwargs: Any) -> Any:
+        return super().step(model.model, *args, **kwargs)
+
+    def count_parameters(self, model: nn.Module) -> int:
+        count = torch.tensor(super().count_parameters(model), device=self.device)
+        dist.all_reduce(count, group=self.topology.pipeline_group)
+        return int(count)
+
+    def counted(self, model: nn.Module) -> list[nn.Parameter]:
+        copy = model.embed_tokens.weight if model.copies_embedding else None
+        return [parameter for parameter in model.parameters() if parameter is not copy]
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        square = norm.square()
+        dist.all_reduce(square, group=self.topology.pipeline_group)
+        return square.sqrt()
+
+
+class Pipeline(nn.Module):
+    """The stages of this rank, run together with the other ranks of its pipeline. Every call is collective.
+
+    Called as the model is, for evaluation.
+    """
+
+    def __init__(self, model: nn.Module, topology: Topology, device: torch.device):
+        super().__init__()
+        self.model, self.topology, self.device = model, topology, device
+        self.stages = [Stage(model, layers) for layers in model.stages]
+        # Numbers of micro-batches and of tokens, and their schedule, by "has backward".
+        self.schedules: dict[bool, tuple[tuple[int, int], Any]] = {}
+        # Communicators of NCCL are created by a collective of all ranks.
+        dist.all_reduce(torch.zeros((), device=device), group=topology.pipeline_group)
+
+    def forward(self, **inputs: Any) -> TokenLoss:
+        """Return loss and correct predictions of a micro-batch, without gradients, on every rank."""
+        self._run([inputs], nullcontext, factor=None)
+        return self._sums()
+
+    def train_on(
+        self, inputs: list[Inputs], autocast: Callable[[], AbstractContextManager], factor: Tensor | float
+    ) -> Tensor:
+        """Run forward and backward of a step's micro-batches. Return the sum of losses on every rank."""
+        # Interleaved micro-batches come in rounds of `pp`. An epoch's last step may have any number of them.
+        rest = len(inputs) % self.topology.pp if len(self.stages) > 1 else 0
+        for part in filter(None, (inputs[: len(inputs) - rest], inputs[len(inputs) - rest :])):
+            self._run(part, autocast, factor, first=part[0] is inputs[0])
+        return self._sums().loss
+
+    def _run(
+        self,
+        inputs: list[Inputs],
+        autocast: Callable[[], AbstractContextManager],
+        factor: Tensor | float | None,
+        *,
+        first: bool = False,
+    ) -> None:
+        trains, tokens = factor is not None, max(arguments["input_ids"].numel() for arguments in inputs)
+        (_, most), schedule = built = self.schedules.get(trains, ((0, 0), None))
+        size = len(inputs), max(tokens, most)  # buffers are for the longest micro-batch so far
+        if built[0] != size:
+            schedule = self._build_schedule(*size, trains=trains)
+            self.schedules[trains] = size, schedule
+        for stage in self.stages:
+            stage.begin(inputs, autocast, factor, tokens=size[1], first=first)
+        # Each stage has its inputs. The loss function gets a part of `target` per micro-batch.
+        schedule.step(target=torch.zeros(len(inputs)) if trains else None)
+        self.model.first_micro_batch = None
+
+    def _build_schedule(self, count: int, tokens: int, *, trains: bool) -> Any:
+        topology, model = self.topology, self.model
+        total = topology.pp * len(self.stages)
+        dtype = model.options.compute_dtype or model.options.dtype
+        shape = (tokens, model.config.hidden_size)
+        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=trains)
+        loss = torch.empty(1, device="meta", requires_grad=trains)
+        stages = []
+        for i, stage in enumerate(self.stages):
+            number = topology.pipeline_rank + i * topology.pp
+            stages.append(
+                PipelineStage(
+                    stage,
+                    number,
+                    total,
+                    self.device,
+                    input_args=() if number == 0 else (hidden,),
+                    output_args=(loss if number == total - 1 else hidden,),
+                    group=topology.pipeline_group,
+                )
+            )
+        name = "Interleaved1F1B" if len(stages) > 1 else "1F1B" if count >= total else "GPipe"
+        loss_function = (lambda output, _: output.sum()) if trains else None
+        part = stages if len(stages) > 1 else stages[0]
+        return get_schedule_class(name)(part, count, loss_fn=loss_function, scale_grads=False)
+
+    def _sums(self) -> TokenLoss:
+        """Return the sums of the last stage on every rank, and start new ones."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for stage in self.stages:
+            sums += stage.take_sums()
+        dist.all_reduce(sums, group=self.topology.pipeline_group)
+        return TokenLoss(sums[0].float(), sums[1].long())
+
+
+class Stage(nn.Module):
+    """Layers of one stage, as torch's schedules call them: micro-batch after micro-batch."""
+
+    def __init__(self, model: nn.Module, layers: range):
+        super().__init__()
+        self.model, self.layers = model, layers
+        self.results: list[TokenLoss] = []
+
+    def begin(
+        self,
+        inputs: list[Inputs],
+        autocast: Callable[[], AbstractContextManager],
+        factor: Tensor | float | None,
+        *,
+        tokens: int,
+        first: bool,
+    ) -> None:
+        """Set the inputs of the next calls, whose activations are sent as `tokens` rows.
+
+        `first` if they begin a step. Without `factor` there is no backward.
+        """
+        self.inputs = enumerate(inputs, start=0 if first else 1)
+        self.autocast, self.factor, self.tokens = autocast, factor, tokens
+
+    def forward(self, *received: Tensor) -> Tensor:
+        """Map activations [T, D] of the stage before to this stage's, or, in the last, to the loss [1]."""
+        number, inputs = next(self.inputs)
+        labels = inputs["labels"]
+        arguments = {name: value for name, value in inputs.items() if name != "labels"}
+        if self.factor is not None:
+            self.model.first_micro_batch = number == 0
+        with self.autocast():
+            hidden = received[0][: labels.numel()] if received else None
+            hidden = self.model.hidden_states(**arguments, stage=self.layers, hidden=hidden)
+            if self.layers.stop < self.model.config.num_hidden_layers:
+                missing = self.tokens - len(hidden)
+                return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
+            result = self.model.token_loss(hidden, labels)
+        self.results.append(TokenLoss(*(value.detach() for value in result)))
+        return (result.loss * (1.0 if self.factor is None else self.factor))[None]
+
+    def take_sums(self) -> Tensor:
+        """Return loss and correct predictions [2] since the last call, in float64."""
+        device = self.model.rope.device
+        loss = torch.zeros((), device=device)
+        correct = torch.zeros((), dtype=torch.int64, device=device)
+        for result in self.results:
+            loss += result.loss
+            correct += result.correct
+        self.results = []
+        return torch.stack([loss.double(), correct.double()])
+
+
+def tensors_of_all_stages(
+    tensors: Iterator[tuple[str, Tensor]], topology: Topology, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the named tensors of all ranks of a pipeline, rank by rank and one at a time. Collective."""
+    group = topology.pipeline_group
+    for number in range(topology.pp):
+        source = dist.get_global_rank(group, number)
+        while True:
+            item = next(tensors, None) if number == topology.pipeline_rank else None
+            header = [item and (item[0], item[1].shape, item[1].dtype)]
+            dist.broadcast_object_list(header, source, group=group, device=device)
+            if header[0] is None:
+                break
+            name, shape, dtype = header[0]
+            tensor = item[1].contiguous() if item else torch.empty(shape, dtype=dtype, device=device)
+            dist.broadcast(tensor, source, group=group)
+            yield name, tensor
