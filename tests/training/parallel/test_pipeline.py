@@ -1,0 +1,169 @@
+"""Whole runs with pipeline parallelism over gloo on the CPU, with emulated TE layers, against one rank."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fp8_suite.core.errors import UserError
+from fp8_suite.te_models.presets import PRESETS
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.estimate.layout import Layout, check_pipeline, pipeline_stages
+
+from tests.children import preload
+from tests.training.parallel import jobs
+from tests.training.parallel.jobs import checkpoint, curve, exported, refused, same_bits, saved, start, train
+from tests.training.parallel.test_multi_gpu import same_run
+
+preload(__name__)
+TE = "--use_te --max_seq_length 128 --batch_size 1 --gradient_accumulation_steps 4 --mixed_precision"
+FP8 = f"{TE} fp8 --max_steps 4 --fp8_scenario"
+UNCLIPPED = "--max_grad_norm 0"
+PP = "--pipeline_parallel_size 2"
+
+
+@pytest.fixture(autouse=True)
+def no_process_left() -> Iterator[None]:
+    yield
+    jobs.children.close()
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory) -> str:
+    """Flags of a model with five layers and an LM head of its own."""
+    folder = tmp_path_factory.mktemp("model")
+    changes = {"tie_word_embeddings": False, "num_hidden_layers": 5}
+    (folder / "config.json").write_text(json.dumps(PRESETS["tiny-llama"] | changes))
+    return f"--model_name {folder} --tokenizer_name demo --init random"
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Callable[[str], Path]:
+    """A run on one rank with checkpoints, once for each set of flags."""
+    done: dict[str, Path] = {}
+
+    def run_once(flags: str) -> Path:
+        if flags not in done:
+            folder = tmp_path_factory.mktemp("reference") / "run"
+            done[flags] = train(folder, f"{flags} --save_interval 2", ranks=1).folder
+        return done[flags]
+
+    return run_once
+
+
+@pytest.mark.parametrize(
+    ("flags", "pipeline"),
+    [
+        (f"{TE} bf16 --no_packing", PP),  # an epoch, whose last step has one micro-batch
+        (f"{TE} bf16", f"{PP} --virtual_stages 2"),
+        (f"{FP8} delayed", f"{PP} --recompute mlp:2+layer"),
+        (f"{FP8} delayed", f"{PP} --virtual_stages 2 --pipeline_schedule interleaved"),
+        (f"{FP8} current --bf16_last_layers 1", PP),
+        (f"{FP8} block", PP),
+    ],
+)
+def test_a_pipeline_is_the_run_of_one_rank_bit_for_bit(flags, pipeline, untied, reference, tmp_path):
+    """Micro-batches run in the same order. Only the norm is summed in another one, so nothing is clipped."""
+    flags = f"{flags} {untied} {UNCLIPPED}"
+    folder, one = train(tmp_path / "run", f"{flags} {pipeline}").folder, reference(flags)
+    same_run(folder, one, rel=1e-6)
+    assert curve(folder) == curve(one) and curve(folder, "eval/loss") == curve(one, "eval/loss")
+    assert same_bits(exported(folder), exported(one))
+    assert jobs.record(folder, "env.json")["coverage"] == jobs.record(one, "env.json")["coverage"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "pipeline", "ranks", "rel"),
+    [
+        (f"{TE} bf16 --max_steps 4", PP, 2, 1e-4),
+        (f"{FP8} delayed", "--pipeline_parallel_size 3", 3, 1e-3),
+        (f"{TE} bf16 --max_steps 4", f"{PP} --gradient_accumulation_steps 2", 4, 1e-3),
+        (f"{TE} fp16 --max_steps 4", PP, 2, 1e-3),
+    ],
+)
+def test_tied_embeddings_and_clipping_and_copies_of_a_pipeline(
+    flags, pipeline, ranks, rel, reference, tmp_path
+):
+    folder = train(tmp_path / "run", f"{flags} {pipeline}", ranks=ranks).folder
+    same_run(folder, reference(flags), rel=rel)
+
+
+@pytest.mark.parametrize("precision", ["bf16 --max_steps 4", "fp8 --max_steps 4 --fp8_scenario delayed"])
+def test_a_run_resumes_bit_for_bit_and_in_another_layout(precision, reference, tmp_path):
+    flags = f"{TE} {precision}"
+    whole = reference(flags)
+    shared = train(tmp_path / "shared", f"{flags} {PP} --save_interval 2").folder
+    assert saved(shared, 4).keys() == saved(whole, 4).keys()
+    resumed = {
+        "same": (shared, PP, 2),
+        "on one": (shared, "", 1),
+        "sharded": (shared, "--sharding_mode fsdp_full --gradient_accumulation_steps 2", 2),
+        "cut": (whole, PP, 2),
+        "on three": (whole, "--pipeline_parallel_size 3", 3),
+    }
+    for name, (origin, layout, ranks) in resumed.items():
+        again = f"{flags} {layout} --resume {checkpoint(origin, 2)} --save_interval 2"
+        folder = train(tmp_path / name, again, ranks=ranks).folder
+        rest = {step: loss for step, loss in curve(origin).items() if step > 2}
+        assert curve(folder) == (rest if name == "same" else pytest.approx(rest, rel=1e-3)), name
+        if name == "same":
+            assert same_bits(saved(folder, 4), saved(origin, 4))
+
+
+def test_state_moves_between_layouts_bit_for_bit(untied, tmp_path):
+    """Resume at the end of a run, without further steps: pp 2 -> 1 -> pp 3."""
+    flags = f"{TE} bf16 --max_steps 2 --no_export {untied}"
+    folder = train(tmp_path / "run", f"{flags} {PP} --virtual_stages 2 --save_interval 2").folder
+    expected = saved(folder, 2)
+    for ranks, layout in ((1, ""), (3, "--pipeline_parallel_size 3")):
+        again = f"{flags} {layout} --resume {checkpoint(folder, 2)}"
+        folder = train(tmp_path / str(ranks), again, ranks=ranks).folder
+        assert same_bits(saved(folder, 2), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        ({"use_te": False}, {"pipeline_parallel_size", "use_te"}),
+        ({"sharding_mode": "ds_zero2"}, {"pipeline_parallel_size", "sharding_mode"}),
+        ({"context_parallel_size": 2}, {"pipeline_parallel_size", "context_parallel_size"}),
+        ({"lora_rank": 8}, {"pipeline_parallel_size", "lora_rank"}),
+        ({"offload_optimizer": True}, {"pipeline_parallel_size", "offload_optimizer"}),
+        ({"grad_reduce_dtype": "fp8"}, {"pipeline_parallel_size", "grad_reduce_dtype"}),
+        ({"pipeline_schedule": "interleaved"}, {"pipeline_schedule", "virtual_stages"}),
+        ({"pipeline_schedule": "1f1b", "virtual_stages": 2}, {"pipeline_schedule", "virtual_stages"}),
+        ({"pipeline_parallel_size": 1, "virtual_stages": 2}, {"virtual_stages"}),
+    ],
+)
+def test_settings_that_exclude_pipelines_are_refused(settings, flags):
+    with pytest.raises(UserError) as error:
+        config_from_dict({"use_te": True, "pipeline_parallel_size": 2} | settings)
+    assert set(error.value.flags) == flags
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batches", "flags"),
+    [
+        (Layout(pp=4), 3, {"gradient_accumulation_steps", "pipeline_parallel_size"}),
+        (Layout(pp=4, virtual=2), 6, {"gradient_accumulation_steps", "pipeline_parallel_size"}),
+        (Layout(pp=4, virtual=3), 8, {"pipeline_parallel_size", "virtual_stages"}),
+    ],
+)
+def test_pipelines_need_layers_and_micro_batches(layout, micro_batches, flags):
+    with pytest.raises(UserError) as error:
+        check_pipeline(layout, 10, micro_batches)
+    assert set(error.value.flags) == flags
+
+
+def test_too_few_micro_batches_are_one_line_on_all_ranks(tmp_path):
+    error = refused(start(tmp_path / "run", f"{TE} bf16 --gradient_accumulation_steps 1 {PP}"))
+    assert "--gradient_accumulation_steps 2" in error
+
+
+@pytest.mark.parametrize(("pp", "virtual"), [(2, 1), (4, 1), (2, 3), (4, 2)])
+def test_stages_hold_each_layer_once_in_order(pp, virtual):
+    ranks = [pipeline_stages(Layout(pp=pp, virtual=virtual), 11, rank) for rank in range(pp)]
+    stages = [ranks[number % pp][number // pp] for number in range(pp * virtual)]
+    assert [layer for stage in stages for layer in stage] == list(range(11))
+    sizes = [len(stage) for stage in stages]
+    assert max(sizes) - min(sizes) == 1 and sizes[-1] == min(sizes)
