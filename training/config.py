@@ -19,7 +19,13 @@ from fp8_suite.te_models.lora.settings import LoraConfig
 from fp8_suite.te_models.settings import ModelConfig, named_levels
 from fp8_suite.training.checkpoint.settings import EXPORT_FOLDERS, CheckpointConfig, parse_save_interval
 from fp8_suite.training.optim.settings import DECAY_RATIO, OptimConfig, parse_batch_ramp
-from fp8_suite.training.parallel.settings import DEEPSPEED_MODES, FSDP_MODES, ZERO_3_MODES, ShardingConfig
+from fp8_suite.training.parallel.settings import (
+    DEEPSPEED_MODES,
+    FSDP_MODES,
+    ZERO_3_MODES,
+    ShardingConfig,
+    refused_in_pipelines,
+)
 from fp8_suite.training.precision.settings import (
     MAP_SETTINGS,
     MAX_MARGIN,
@@ -211,7 +217,7 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
         reason = "DeepSpeed has its own offload; drop it and use ds_zero3_offload, or use another mode"
         yield "offload_optimizer sharding_mode", reason
     yield from _refused_context_parallel(s)
-    yield from _refused_pipeline(s)
+    yield from refused_in_pipelines(s)
     if s.sharding_mode in ZERO_3_MODES:
         yield from refused_by_zero_3(s)
     if s.grad_reduce_dtype == "fp8" and s.sharding_mode in DEEPSPEED_MODES:
@@ -242,30 +248,6 @@ def _refused_context_parallel(s: Any) -> Iterator[tuple[str, str]]:
         yield "context_parallel_size sharding_mode", reason
     if s.cp_comm_type == "a2a+p2p" and s.packing:
         yield "cp_comm_type packing", "TE has no a2a+p2p for packed rows; use p2p, or --no_packing"
-
-
-def _refused_pipeline(s: Any) -> Iterator[tuple[str, str]]:
-    size, drop = "pipeline_parallel_size", "not available in a pipeline; drop one of the two"
-    if s.pipeline_parallel_size == 1:
-        for name, default in (("virtual_stages", 1), ("pipeline_schedule", AUTO)):
-            if getattr(s, name) != default:
-                yield name, "only valid with --pipeline_parallel_size 2 or more; drop it"
-        return
-    if not s.use_te:
-        yield f"{size} use_te", "layers of Hugging Face are not cut into stages; add --use_te"
-    if s.sharding_mode not in (AUTO, "ddp"):
-        yield f"{size} sharding_mode", "pipelines are copied, not sharded; use ddp"
-    if s.context_parallel_size > 1:
-        yield f"{size} context_parallel_size", drop
-    unavailable = "lora_rank", "offload_optimizer", "offload_activations", "fp8_weights", "fp8_stats_interval"
-    for name in unavailable:
-        if getattr(s, name):
-            yield f"{size} {name}", drop
-    if s.grad_reduce_dtype == "fp8":
-        yield f"{size} grad_reduce_dtype", "pipelines exchange fp32 or bf16; choose one"
-    if (s.pipeline_schedule == "interleaved") != (s.virtual_stages > 1) and s.pipeline_schedule != AUTO:
-        reason = "interleaved is for 2 or more stages per rank, 1f1b for one; change one of the two"
-        yield "pipeline_schedule virtual_stages", reason
 
 
 def refused_by_zero_3(s: Any) -> Iterator[tuple[str, str]]:

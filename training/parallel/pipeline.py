@@ -31,18 +31,22 @@ class PipelineStrategy(Strategy):
         super().wrap(model, optimizer)
         return Pipeline(model, self.topology, self.device)
 
-    def run_micro_batches(
+    def run_pipeline(
         self,
         model: Pipeline,
-        inputs: list[Inputs],
+        micro_batches: list[Any],
         autocast: Callable[[], AbstractContextManager],
         factor: Tensor | float,
     ) -> Tensor:
+        """Run forward and backward of a step's micro-batches. Return the sum of their losses.
+
+        Backward runs on each micro-batch's loss, summed over its label tokens, times `factor`.
+        """
         if isinstance(self.gradient_sums, MainGradAccumulator):
             self.gradient_sums.begin_pipeline()
         if self.loss_scale:
             factor = factor * self.loss_scale.value
-        loss_sum = model.train_on(inputs, autocast, factor)
+        loss_sum = model.train_on([batch.inputs for batch in micro_batches], autocast, factor)
         self._exchange_gradients(model.model)
         return loss_sum
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 from fp8_suite.core.errors import bad_setting, counted
 from fp8_suite.core.packages import ROOT
 from fp8_suite.core.readers import UnreadableFile, read_json
-from fp8_suite.core.settings import Section, resumable, setting
+from fp8_suite.core.settings import AUTO, Section, resumable, setting
 
 WEEK = 7 * 24 * 60  # minutes
 
@@ -118,6 +119,36 @@ class ShardingConfig(Section):
             reason = "shard size 1 has nothing to exchange; use ddp, or a larger size"
             raise bad_setting(reason, grad_reduce_dtype="fp8", hsdp_shard_size=size)
         return size
+
+
+def refused_in_pipelines(s: Any) -> Iterator[tuple[str, str]]:
+    """Yield the rules of pipeline parallelism: (names of conflicting settings, reason)."""
+    size = "pipeline_parallel_size"
+    if s.pipeline_parallel_size == 1:
+        for name in ("virtual_stages", "pipeline_schedule"):
+            if getattr(s, name) not in (1, AUTO):
+                yield name, "only valid with --pipeline_parallel_size 2 or more; drop it"
+        return
+    if not s.use_te:
+        yield f"{size} use_te", "layers of Hugging Face are not cut into stages; add --use_te"
+    if s.sharding_mode not in (AUTO, "ddp"):
+        yield f"{size} sharding_mode", "pipelines are copied, not sharded; use ddp"
+    if s.context_parallel_size > 1:
+        yield f"{size} context_parallel_size", "not available together; drop one of the two"
+    for name in (
+        "lora_rank",
+        "offload_optimizer",
+        "offload_activations",
+        "fp8_weights",
+        "fp8_stats_interval",
+    ):
+        if getattr(s, name):
+            yield f"{size} {name}", "not available in a pipeline; drop one of the two"
+    if s.grad_reduce_dtype == "fp8":
+        yield f"{size} grad_reduce_dtype", "pipelines exchange fp32 or bf16; choose one"
+    if s.pipeline_schedule not in (AUTO, "interleaved" if s.virtual_stages > 1 else "1f1b"):
+        reason = "interleaved is for 2 or more stages per rank, 1f1b for one; change one of the two"
+        yield "pipeline_schedule virtual_stages", reason
 
 
 def read_deepspeed_config(path: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,11 +77,20 @@ class DelayedScalingState(Scaling):
         with torch.random.fork_rng(devices):
             for _ in range(CALIBRATION_PASSES):
                 with torch.enable_grad():
-                    strategy.run_micro_batches(wrapped, [inputs], self.autocast, 1.0)
+                    if strategy.topology.pp > 1:
+                        strategy.run_pipeline(wrapped, [replace(batch, inputs=inputs)], self.autocast, 1.0)
+                    else:
+                        self._run(inputs)
                 strategy.discard(wrapped, self.optimizer)
         # Ranks share their scales, so all use the mean number of tokens.
         tokens = strategy.sum(torch.tensor(float(batch.label_tokens), device=strategy.device)).item()
         scale_gradients(self.model, 1 / max(1, tokens / strategy.topology.sum_size * self.micro_batches))
+
+    def _run(self, inputs: dict[str, Any]) -> None:
+        with self.strategy.accumulating(self.wrapped, first=True, last=True):
+            with self.autocast():
+                loss, _ = self.wrapped(**inputs)
+            self.strategy.backward(self.wrapped, loss)
 
     def frozen(self) -> AbstractContextManager:
         return frozen_scaling(self.model)
