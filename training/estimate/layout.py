@@ -63,10 +63,13 @@ def check_layout(layout: Layout, shape: ModelShape, gpus: int, gpus_per_node: in
         ),
         "pipeline_parallel_size": (layout.pp > layers, f"the model has {layers} layers; use at most as many"),
         "virtual_stages": (
-            layout.virtual > 1 and (layout.pp == 1 or per_rank % layout.virtual),
+            per_rank % layout.virtual > 0,
             f"must divide the {counted(per_rank, 'layer')} of a pipeline rank; use a divisor",
         ),
     }
+    if layout.virtual > 1 == layout.pp:
+        reason = "stages are those of a pipeline; add --pipeline_parallel_size, or drop it"
+        raise bad_setting(reason, virtual_stages=layout.virtual, pipeline_parallel_size=layout.pp)
     for flag, (refused, reason) in rules.items():
         if refused:
             raise bad_setting(reason, **{flag: layout.flags.get(flag, 1)})

@@ -69,7 +69,8 @@ def choose_mode(request: TrainingSetup, free: float | None, *, predicted: bool =
     if request.optimizer.holds_fp8_weights:  # frozen
         return "ddp", "FP8 weights are not sharded"
     setup = rank_setups(replace(request, cfg=with_sizes(request.cfg, request.data_ranks)))[0]
-    whole_nodes = setup.nodes > 1 and setup.gpus_per_node > 1 and setup.gpus % setup.gpus_per_node == 0
+    local = setup.gpus_per_node
+    whole_nodes = setup.nodes > 1 and local > 1 and setup.gpus % local == 0 and local % setup.layout.cp == 0
     modes = ["ddp", "fsdp_grad", *["hsdp"] * whole_nodes, "fsdp_full"]
     mode, reason = _choose_by_state(setup, free, modes)
     if not predicted or not setup.model.shape or why_unpredicted(setup.cfg, mode):

@@ -97,15 +97,16 @@ class BatchSchedule:
 def ramp_sequences(cfg: Config, batch: int, ranks: int) -> list[int]:
     """Return the sequences per step of each phase of --batch_ramp.
 
-    UserError, with a ramp that runs, if micro-batches of `batch` sequences per rank do not divide them.
+    UserError if micro-batches of `batch` sequences per rank do not divide them, with a smaller micro-batch
+    that does, or else a ramp that runs.
     """
     length, ramp = cfg.data.max_seq_length, cfg.optim.batch_ramp
     sizes, unit = [tokens for tokens, _ in parse_batch_ramp(ramp)], batch * length * ranks
     if any(size % unit for size in sizes):
         micro_batch = f"{batch} x {length} tokens on {counted(ranks, 'rank')}"
-        reason = (
-            f"tokens per step must be multiples of {unit:,} ({micro_batch}); use '{_dividing(ramp, unit)}'"
-        )
+        fitting = [n for n in range(1, batch) if not any(size % (n * length * ranks) for size in sizes)]
+        way_out = f"--batch_size {fitting[-1]}" if fitting else f"'{_dividing(ramp, unit)}'"
+        reason = f"tokens per step must be multiples of {unit:,} ({micro_batch}); use {way_out}"
         raise bad_setting(reason, batch_ramp=ramp)
     return [size // length for size in sizes]
 

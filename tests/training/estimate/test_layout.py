@@ -139,6 +139,7 @@ def test_a_pipeline_sends_to_other_nodes_and_idles():
         (Layout(pp=128), 128, "pipeline_parallel_size"),
         (Layout(pp=8, virtual=3), 8, "virtual_stages"),
         (Layout(virtual=2), 8, "virtual_stages"),
+        (Layout(virtual=2), 8, "pipeline_parallel_size"),
         (Layout(tp=8, pp=2), 8, "pipeline_parallel_size"),
     ],
 )

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from fp8_suite.training.estimate.layout import Layout
 from fp8_suite.training.estimate.modes import choose_mode
 
 from tests.training.estimate.setups import FUSED, OFFLOADED, setup_of
@@ -73,3 +74,8 @@ def test_without_a_gpu_it_is_ddp():
 def test_an_offloaded_optimizer_leaves_weights_and_gradients():
     mode, reason = chosen(70.0, gpus=8, optimizer=OFFLOADED)
     assert mode == "fsdp_full" and "weights and gradients need 280.0 GB" in reason
+
+
+def test_sequences_shared_across_nodes_rule_out_hsdp():
+    setup = setup_of(20.0, "ddp", 16, shape=False, context_parallel_size=16)
+    assert choose_mode(replace(setup, layout=Layout(cp=16)), FREE)[0] == "fsdp_full"

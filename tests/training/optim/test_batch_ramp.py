@@ -83,6 +83,12 @@ def test_tokens_that_do_not_divide_are_refused_with_the_nearest_that_do(ramp, ra
     schedule(nearest, ranks, **settings)
 
 
+def test_on_more_ranks_a_smaller_micro_batch_keeps_the_ramp():
+    with pytest.raises(UserError, match="use --batch_size 4") as error:
+        schedule(LLAMA_3, 128, max_seq_length=8192, batch_size=8)
+    assert error.value.flags == {"batch_ramp"}
+
+
 @pytest.mark.parametrize(
     ("settings", "flags"),
     [
