@@ -25,6 +25,7 @@ from fp8_suite.te_models.recompute.layers import run_recomputed
 from fp8_suite.te_models.recompute.offload import ActivationOffload
 from fp8_suite.te_models.settings import KEPT, recompute_levels
 from fp8_suite.te_models.shape import ModelShape, projections
+from fp8_suite.te_models.tensor_parallel import Region
 from fp8_suite.te_models.weights import fuse_qkv
 from torch import Tensor, nn
 
@@ -72,7 +73,10 @@ class TECausalLM(nn.Module):
         self.config, self.options, self.family = config, options, FAMILIES[config.model_type]
         self.is_native = options.te_backend == "native"
         self.native_options = options.native if self.is_native else NativeOptions()
-        self.fuses_qkv_rope = self.is_native and options.kernels.qkv_rope and not self.family.qk_norm
+        self.tensor = options.tensor
+        # The kernel reads [B, S, .] and [T, .], tensor parallelism has [S, B, .].
+        fuses_qkv_rope = options.kernels.qkv_rope and not self.family.qk_norm and not self.tensor
+        self.fuses_qkv_rope = self.is_native and fuses_qkv_rope
         # True in the first micro-batch of a step, False in the others, None outside of a step.
         self.first_micro_batch: bool | None = None
         self.recompute = recompute_levels(options.recompute, config.num_hidden_layers)  # level of each layer
@@ -82,6 +86,7 @@ class TECausalLM(nn.Module):
         self.has_head = self.stages[-1].stop == config.num_hidden_layers
         factory_kwargs = {"device": "meta", "dtype": options.dtype}
         vocabulary, hidden_size = config.vocab_size, config.hidden_size
+        vocabulary //= self.tensor.size if self.tensor else 1
         self.embed_tokens = self.norm = self.lm_head = None
         if self.embeds or (self.has_head and self.tied):  # the LM head's copy, if it is on another rank
             self.embed_tokens = nn.Embedding(vocabulary, hidden_size, **factory_kwargs)
@@ -98,6 +103,8 @@ class TECausalLM(nn.Module):
         self.register_buffer("rope", torch.empty(0), persistent=False)  # [P, 1, 1, K]
         self.register_buffer("rope_table", torch.empty(0), persistent=False)  # [P, K]
         self.tie()
+        # By name, parameters of which this rank holds a part.
+        self.regions: dict[str, Region] = self.tensor.regions(self) if self.tensor else {}
 
     def _build_layer(self, index: int) -> nn.Module:
         config, te = self.config, te_module(self.options.te_backend)
@@ -106,6 +113,11 @@ class TECausalLM(nn.Module):
         factory_kwargs: dict[str, Any] = {"params_dtype": self.options.dtype, "device": "meta"}
         if self.native_options.fuse_gradient_sums:
             factory_kwargs["fuse_wgrad_accumulation"] = True
+        settings, column = layer_settings(packed=self.options.packed), {}
+        if self.tensor:
+            rows = {} if self.options.packed else {"attn_input_format": "sbhd"}
+            settings |= rows | self.tensor.linear_arguments | {"set_parallel_mode": True}
+            column = self.tensor.linear_arguments | {"parallel_mode": "column"}
         qk_norm = {"qk_norm_type": "RMSNorm", "qk_norm_eps": eps, "qk_norm_before_rope": True}
         layer = te.TransformerLayer(
             config.hidden_size,
@@ -115,7 +127,7 @@ class TECausalLM(nn.Module):
             kv_channels=size,
             layernorm_epsilon=eps,
             layer_number=index + 1,
-            **layer_settings(packed=self.options.packed),
+            **settings,
             **(qk_norm if self.family.qk_norm else {}),
             **factory_kwargs,
         )
@@ -127,6 +139,7 @@ class TECausalLM(nn.Module):
                 eps=eps,
                 normalization="RMSNorm",
                 bias=True,
+                **column,
                 **factory_kwargs,
             )
         if self.fuses_qkv_rope:
@@ -229,10 +242,14 @@ class TECausalLM(nn.Module):
         `labels` [B, S] int64 are already shifted; -100 means no loss. Other inputs: `hidden_states`.
         """
         hidden = self.hidden_states(input_ids, position_ids, cu_seqlens, max_seqlen)
+        if self._as_columns(input_ids, cu_seqlens):
+            labels = labels.t()
         return self.token_loss(hidden, labels)
 
     def token_loss(self, hidden: Tensor, labels: Tensor) -> TokenLoss:
-        """Return loss and correct predictions of hidden states [T, D], summed over labels [B, S]."""
+        """Return loss and correct predictions of hidden states, summed over labels in the same order."""
+        if self.tensor:
+            return self.tensor.token_loss(hidden, self.lm_head.weight, labels.flatten())
         head_loss = linear_cross_entropy_fp8 if self.options.fp8_lm_head else linear_cross_entropy
         return head_loss(hidden, self.lm_head.weight, labels.flatten())
 
@@ -254,10 +271,17 @@ class TECausalLM(nn.Module):
         `cu_seqlens` [N+1] int32: sequence boundaries in the T tokens of a packed batch. Positions are derived
         from `cu_seqlens`, or are 0 to S-1 without it; `position_ids` [B, S] int64, if given, must equal them.
         Under context parallelism T and S are of this rank's tokens, and `cu_seqlens` is of whole sequences.
+        Under tensor parallelism the result is this rank's part; see `_as_columns` for the order.
         """
         stage = self.stages[0] if stage is None else stage
-        received = hidden is not None
-        hidden = hidden.view(*input_ids.shape, -1) if received else self.embed_tokens(input_ids)  # [B, S, D]
+        as_rows = self._as_rows(input_ids, cu_seqlens)
+        if hidden is not None:
+            hidden = hidden.view(*input_ids.shape, -1)
+        elif self.tensor:
+            tokens = input_ids.t() if self._as_columns(input_ids, cu_seqlens) else input_ids.flatten()
+            hidden = self.tensor.embed(self.embed_tokens, tokens)  # [S/N, B, D] or [T/N, D]
+        else:
+            hidden = self.embed_tokens(input_ids)  # [B, S, D]
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()  # with a frozen embedding; the first layer then runs as the others
         if self.training and self.options.lora.lora_dropout:
@@ -266,18 +290,14 @@ class TECausalLM(nn.Module):
         if self.fuses_qkv_rope and position_ids is not None:
             rope = Rope(self.rope_table, position_ids.contiguous())
         arguments: dict[str, Any] = {"rotary_pos_emb": rope}
-        # "bshd" is faster than "thd", and correct if each row is one sequence.
-        one_per_row = cu_seqlens is not None and len(cu_seqlens) == len(input_ids) + 1
-        as_rows = self.is_native and one_per_row
-        if self.options.stages and self.recompute != ["none"] * len(self.recompute):
-            as_rows = False  # other micro-batches may run before a layer is recomputed
         if self.options.packed and self.is_native:
+            by_row = "sbhd" if self.tensor else "bshd"
             for i in stage:
-                self.layers[i].self_attention.qkv_format = "bshd" if as_rows else "thd"
+                self.layers[i].self_attention.qkv_format = by_row if as_rows else "thd"
         if self.options.packed and as_rows:
             arguments["self_attn_mask_type"] = "causal"
         elif self.options.packed:
-            hidden = hidden.flatten(0, 1)  # [T, D]
+            hidden = hidden.flatten(0, -2)  # [T, D]
             arguments |= {
                 "cu_seqlens_q": cu_seqlens,
                 "cu_seqlens_kv": cu_seqlens,
@@ -293,6 +313,18 @@ class TECausalLM(nn.Module):
             hidden = self._run(self.layers[i], self.recompute[i], hidden, arguments)
         ends = stage.stop == self.config.num_hidden_layers
         return (self.norm(hidden) if ends else hidden).flatten(0, -2)
+
+    def _as_rows(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> bool:
+        """True if native attention reads a packed batch row by row: faster, if each row is one sequence."""
+        if self.options.stages and self.recompute != ["none"] * len(self.recompute):
+            return False  # other micro-batches may run before a layer is recomputed
+        one_per_row = cu_seqlens is not None and len(cu_seqlens) == len(input_ids) + 1
+        return self.is_native and one_per_row
+
+    def _as_columns(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> bool:
+        """True if layers read [S, B, D]: sequence parallelism splits the first dimension among ranks."""
+        by_row = self._as_rows(input_ids, cu_seqlens) or not self.options.packed
+        return self.tensor is not None and by_row
 
     def _run(self, layer: nn.Module, level: str, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         if level != "none" and torch.is_grad_enabled():

@@ -11,6 +11,7 @@ from fp8_suite.data.context import Context
 from fp8_suite.te_models.backend import Backend
 from fp8_suite.te_models.kernels.selection import DEFAULT_KERNELS, Kernels
 from fp8_suite.te_models.lora.settings import LoraConfig
+from fp8_suite.te_models.tensor_parallel import TensorParallel
 from torch import Tensor, nn
 
 
@@ -62,6 +63,7 @@ class BuildOptions:
     lora: LoraConfig = field(default_factory=LoraConfig)  # adapters to train instead of the weights
     stages: tuple[range, ...] = ()  # this rank's layers in a pipeline, by stage
     context: ContextParallel | None = None  # TE layers only
+    tensor: TensorParallel | None = None  # TE layers only
     kernels: Kernels = DEFAULT_KERNELS  # selected by `training.kernels`
     native: NativeOptions = field(default_factory=NativeOptions)
     # Options of Hugging Face's layers only:

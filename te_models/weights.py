@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ from fp8_suite.core.readers import parse_json
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.lora.adapters import base_parameters
 from fp8_suite.te_models.quantized.reader import QuantizedReader
+from fp8_suite.te_models.tensor_parallel import Region
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+SPLIT_ROOT = {"embed_tokens.weight": EMBEDDING, "lm_head.weight": LM_HEAD}  # under tensor parallelism
 
 
 def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, *, heads: int, groups: int) -> Tensor:
@@ -265,11 +268,14 @@ def _fill(
     owners: dict[int, str],
     source: WeightSource,
     split: Split | None = None,
+    region: Region | None = None,
 ) -> None:
     """Copy the rows with these numbers [rows] to `parameter`; for a DTensor, only this rank's shard.
 
-    With `split`, FP8 weights also become `parameter.low_half`, the low half of its master.
+    With a `region`, `parameter` holds that part of the rows, or of their columns. With `split`, FP8 weights
+    also become `parameter.low_half`, the low half of its master.
     """
+    numbers = region.take(numbers) if region else numbers
     assert len(numbers) == len(parameter), "shapes differ; call `require` first"
     target = parameter
     if isinstance(parameter, DTensor):
@@ -284,6 +290,7 @@ def _fill(
         rows = slice(first, last + 1) if last - first < len(positions) else positions
         begin, end = (int(numbers[i]) - (index << ROW_BITS) for i in (first, last))
         values = source.rows(owners[index], begin, end + 1)
+        values = region.take_columns(values) if region else values
         if split and parameter.requires_grad and owners[index] in source.fp8:
             values, low = split(values)
             if not hasattr(parameter, "low_half"):
@@ -314,11 +321,16 @@ def _first_row(parameter: DTensor) -> int:
 
 
 @torch.no_grad()
-def fill_named(parameters: Mapping[str, Tensor], source: WeightSource, split: Split | None = None) -> None:
-    """Fill parameters or their shards from the weights of the same names; `split` as in `_fill`."""
+def fill_named(
+    parameters: Mapping[str, Tensor],
+    source: WeightSource,
+    split: Split | None = None,
+    regions: Mapping[str, Region | None] = MappingProxyType({}),
+) -> None:
+    """Fill parameters or their shards from the weights of the same names; `split`, `regions`: see `_fill`."""
     for key, parameter in parameters.items():
         numbered, owners = _number_rows({key: source.shapes()[key]})
-        _fill(parameter, numbered[key], owners, source, split)
+        _fill(parameter, numbered[key], owners, source, split, regions.get(key))
 
 
 @torch.no_grad()
@@ -341,12 +353,14 @@ def load_te(
         layout = layer_to_te({key.removeprefix(prefix): rows for key, rows in numbered.items()}, model.config)
         with loading(layer):
             for name, parameter in base_parameters(layer).items():
-                _fill(parameter, layout.pop(name), owners, source, split)
+                region = model.regions.get(f"layers.{i}.{name}")
+                _fill(parameter, layout.pop(name), owners, source, split, region)
         assert not layout, layout.keys()
     modules = {EMBEDDING: model.embed_tokens, FINAL_NORM: model.norm, LM_HEAD: model.lm_head}
     if model.tied:
         del modules[LM_HEAD]
-    fill_named({key: module.weight for key, module in modules.items() if module}, source, split)
+    rest = {key: module.weight for key, module in modules.items() if module}
+    fill_named(rest, source, split, {key: model.regions.get(name) for name, key in SPLIT_ROOT.items()})
 
 
 Gather = Callable[[list[Tensor]], list[Tensor]]  # gathers full tensors from shards, as `Strategy.gather`
@@ -354,15 +368,26 @@ Gather = Callable[[list[Tensor]], list[Tensor]]  # gathers full tensors from sha
 
 def te_to_hf(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tensor]]:
     """Yield a TECausalLM's weights under Hugging Face names, layer by layer; without `lm_head` if tied."""
+
+    def gather_named(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors = dict(zip(parameters, gather(list(parameters.values())), strict=True))
+        if model.tensor is None:
+            return tensors
+        return {name: model.tensor.gather(part, model.regions.get(name)) for name, part in tensors.items()}
+
+    def gather_root(name: str) -> Tensor:
+        return gather_named({name: model.get_parameter(name)})[name]
+
     if model.embeds:
-        yield EMBEDDING, *gather([model.embed_tokens.weight])
+        yield EMBEDDING, gather_root("embed_tokens.weight")
     for i, layer in model.layers.named_children():
-        names, parameters = zip(*base_parameters(layer).items(), strict=True)
-        tensors = dict(zip(names, gather(list(parameters)), strict=True))
+        here = f"layers.{i}."
+        tensors = gather_named({here + name: p for name, p in base_parameters(layer).items()})
+        tensors = {name.removeprefix(here): tensor for name, tensor in tensors.items()}
         for name, tensor in layer_to_hf(tensors, model.config).items():
             yield f"model.layers.{i}.{name}", tensor
     if not model.has_head:
         return
-    yield FINAL_NORM, *gather([model.norm.weight])
+    yield FINAL_NORM, gather_root("norm.weight")
     if not model.tied:
-        yield LM_HEAD, *gather([model.lm_head.weight])
+        yield LM_HEAD, gather_root("lm_head.weight")

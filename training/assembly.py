@@ -92,7 +92,7 @@ def _build_model(
     cfg, precision, strategy = prepared.cfg, prepared.resolved.precision, prepared.strategy
     setup = prepared.sizing.chosen
     torchao = precision.effective in TORCHAO_RECIPES
-    row_multiple = strategy.topology.context.row_multiple(precision.token_multiple)
+    row_multiple = strategy.topology.context.row_multiple(precision.token_multiple * strategy.topology.tp)
     splits = setup.optimizer.kind == "fused_adamw" and setup.optimizer.master_weights
     splits = splits and prepared.resume is None and prepared.total_steps > 0
     layers = getattr(prepared.resolved.model.config, "num_hidden_layers", 0)
@@ -114,6 +114,7 @@ def _build_model(
         shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
         stages=pipeline_stages(setup.layout, layers, strategy.topology.pipeline_rank),
         context=context,
+        tensor=strategy.tensor,
         kernels=prepared.kernels,
         native=NativeOptions(
             cache_fp8_weights=precision.fp8 and setup.caches_fp8_weights,

@@ -230,7 +230,7 @@ def _load_data(cfg: Config, resolved: Resolved, strategy: Strategy, *, resumes: 
         BatchShape(
             batch_size=cfg.optim.batch_size,
             eval_batch_size=cfg.optim.eval_batch_size or cfg.optim.batch_size,
-            pad_multiple=resolved.precision.token_multiple,
+            pad_multiple=resolved.precision.token_multiple * strategy.topology.tp,
             micro_batches_per_step=cfg.optim.gradient_accumulation_steps,
             rank=strategy.topology.data_rank,
             world_size=strategy.topology.data_size,

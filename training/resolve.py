@@ -12,6 +12,7 @@ from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import ModelSpec, digests, find_model
 from fp8_suite.training.config import Config
+from fp8_suite.training.estimate.tensor_parallel import rank_shape, refuse_settings, refuse_sizes
 from fp8_suite.training.export.loss import require_fp8_export
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.parallel import ranks
@@ -38,6 +39,7 @@ def resolve(cfg: Config) -> Resolved:
 
     UserError if the recipe cannot run here or settings are incompatible.
     """
+    refuse_settings(cfg)
     precision = recipes.resolve_precision(cfg)
     torchao_fp8.silence_import()  # transformers imports torchao wherever it is installed
     if precision.effective in TORCHAO_RECIPES:
@@ -92,7 +94,8 @@ def _check(cfg: Config, precision: Precision, spec: ModelSpec, shape: ModelShape
     if shape is not None and cfg.model.recompute != AUTO:
         recompute_levels(cfg.model.recompute, shape.num_layers)
     if shape is not None and cfg.model.use_te:
-        checks.check_sizes(precision, spec.name, shape.gemm_sizes)
+        refuse_sizes(cfg, shape, ranks.world_size(), ranks.local_rank_and_size()[1])
+        checks.check_sizes(precision, spec.name, rank_shape(cfg, shape).gemm_sizes)
     checks.check_settings(cfg, precision)
     if "fp8" in cfg.export_folders:
         require_fp8_export(spec)

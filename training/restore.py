@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from fp8_suite.data.build import Loaders
 from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.progress import Progress
 from fp8_suite.training.checkpoint.resume import eval_losses, forget_evaluations, frozen_base, roll_back
-from fp8_suite.training.checkpoint.state import RunState, restore_run
+from fp8_suite.training.checkpoint.state import RunState, region_of, restore_run
 from fp8_suite.training.config import all_settings, changed_settings
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
@@ -30,6 +31,7 @@ def restore(prepared: PreparedRun, loaders: Loaders, assembly: Assembly) -> tupl
         evaluation=loaders.eval_fingerprint,
         base=frozen_base(prepared.cfg, prepared.resolved.model),
     )
+    prepared.checkpoints.region = partial(region_of, assembly.model)
     saved, evaluated = {}, False
     if prepared.resume:
         prepared.watchdog.starting("restoring the checkpoint")

@@ -83,6 +83,7 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
         reason = f"predictions do not cover the sliding window of {shape.window} tokens; use at most that"
         raise bad_setting(reason, max_seq_length=length)
     # Imported here because they import torch.
+    from fp8_suite.training.estimate.tensor_parallel import rank_shape
     from fp8_suite.training.parallel.context_parallel import comm_type
     from fp8_suite.training.precision import checks, precision_map
 
@@ -101,7 +102,10 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
     if cfg.precision.mixed_precision == "fp8":
         if cfg.model.use_te:
             checks.check_gemm_sizes(
-                cfg.requested_recipe, shape.gemm_sizes, fp8_scenario=cfg.requested_recipe, model_name=name
+                cfg.requested_recipe,
+                rank_shape(cfg, shape).gemm_sizes,
+                fp8_scenario=cfg.requested_recipe,
+                model_name=name,
             )
         if cfg.precision.fp8_lm_head:
             checks.check_lm_head(name, shape.hidden_size, shape.vocab_size)
@@ -125,7 +129,7 @@ def refuse_layout(cfg: Config, layout: Layout) -> None:
 def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int, layout: Layout = DATA_ONLY) -> Sizing:
     """Choose mode, optimizer and sizes as training would. UserError for what it or the planner refuses."""
     mode, per_node = cfg.sharding.sharding_mode, min(gpus, gpus_per_node)
-    layout = replace(layout, cp=cfg.sharding.context_parallel_size)
+    layout = replace(layout, **cfg.sharding.layout)
     if cfg.optim.max_steps == 0:
         raise bad_setting("evaluates only, and plans are of training; drop it", max_steps=0)
     if rule := why_unpredicted(cfg, mode):

@@ -46,16 +46,21 @@ def best_layouts(cfg: Config, gpu: Gpu, layout: Layout, *, gpus: int, **cluster:
     cfg = replace(cfg, optim=optim, model=replace(cfg.model, recompute=recompute))
     if limit := cfg.sharding.memory_limit_gb:
         gpu = gpu._replace(memory_gb=limit)
-    layout = replace(layout, cp=cfg.sharding.context_parallel_size)
+    layout = replace(layout, **cfg.sharding.layout)
     layouts = list(_layouts(cfg, layout, gpus, int(cluster["gpus_per_node"])))
     plans = _fastest(cfg, gpu, layouts, SHOWN, gpus=gpus, **cluster)
     if not plans:
         make_plan(cfg, gpu, gpus=gpus, layout=layout, **cluster)  # UserError if settings are refused
         raise bad_setting(f"no layout on {counted(gpus, 'GPU')} fits; use more GPUs", best_layout=True)
-    if not any(plan.setup.layout.slices == 1 for plan in plans):
-        trained = [layout for layout in layouts if layout.slices == 1]
+    if not any(trains(cfg, plan.setup.layout) for plan in plans):
+        trained = [layout for layout in layouts if trains(cfg, layout)]
         plans += _fastest(cfg, gpu, trained, 1, gpus=gpus, **cluster)
     return plans
+
+
+def trains(cfg: Config, layout: Layout) -> bool:
+    """True if training runs this layout."""
+    return layout.pp == 1 and (layout.tp == 1 or not (layout.cp > 1 or cfg.precision.fp8_lm_head))
 
 
 def _layouts(cfg: Config, fixed: Layout, gpus: int, per_node: int) -> Iterator[Layout]:
@@ -115,7 +120,8 @@ def _setups(
     modes = MODES_TRIED if mode == AUTO else (mode,)
     for layout, mode in product(layouts, modes):
         try:
-            sharding = replace(cfg.sharding, sharding_mode=mode, context_parallel_size=layout.cp)
+            sizes = {"context_parallel_size": layout.cp, "tensor_parallel_size": layout.tp}
+            sharding = replace(cfg.sharding, sharding_mode=mode, **sizes)
             args = (model, mode, gpus, min(gpus, per_node), 1e9 * gpu.memory_gb)
             request, _ = make_setup(replace(cfg, sharding=sharding), *args, layout=layout)
             batches = allowed_batches(cfg, request.data_ranks)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from fp8_suite.benchmarks.plan.layouts import best_layouts, layout_flags, layouts_table
+from fp8_suite.benchmarks.plan.layouts import best_layouts, layout_flags, layouts_table, trains
 from fp8_suite.benchmarks.plan.limits import limits_table
 from fp8_suite.benchmarks.plan.predict import Plan, alternatives, make_plan
 from fp8_suite.benchmarks.records.launch import command_parser
@@ -45,7 +45,6 @@ GPU_FLAGS = {
     "link_gbs": ("link_bandwidth", 1e9, "for another GPU: NVLink or PCIe bandwidth in GB/s, one direction"),
 }
 LAYOUT_FLAGS = {
-    "tensor_parallel_size": "GPUs of a node that share each layer; training does not run it",
     "pipeline_parallel_size": "ranks that share the layers; training runs it under ddp",
     "virtual_stages": "pipeline stages per rank; more than 1: interleaved 1F1B",
 }
@@ -100,14 +99,14 @@ def _best_layouts(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> str:
             tables.append(str(error))
             continue
         fastest.append(plans[0])
-        trained = next((plan for plan in plans if plan.setup.layout.slices == 1), None)
+        trained = next((plan for plan in plans if trains(cfg, plan.setup.layout)), None)
         runs = f"Fastest that training runs: {layout_flags(trained) if trained else 'none fits'}"
         tables += [layouts_table(plans), f"Fastest: {layout_flags(plans[0])}\n{runs}"]
     return "\n".join(["\n\n".join(tables), "", *_tables(fastest, args.tokens, args.price_per_gpu_hour)])
 
 
 def _layout(args: argparse.Namespace) -> Layout:
-    return Layout(1, *(getattr(args, flag) for flag in LAYOUT_FLAGS))
+    return Layout(1, 1, *(getattr(args, flag) for flag in LAYOUT_FLAGS))
 
 
 def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[Plan], list[str]]:
@@ -122,7 +121,7 @@ def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[P
                 raise bad_setting(f"{UNCOMPILED}; give a value", **dict.fromkeys(names, AUTO))
         except UserError as error:
             by_number = {"batch_ramp", "global_batch_size", "grad_reduce_dtype", "hsdp_shard_size"}
-            by_number |= {"fp8_weights", "context_parallel_size", *LAYOUT_FLAGS}
+            by_number |= {"fp8_weights", "context_parallel_size", "tensor_parallel_size", *LAYOUT_FLAGS}
             one_number = by_number & set(error.flags)
             if not one_number or (gpus == args.gpus[-1] and not plans):
                 raise
@@ -169,8 +168,11 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     if not costs_of(setup.recipe).measured:
         rates = "its time is computed with the rates of delayed scaling"
         lines += ["", f"{setup.recipe} was not measured; {rates}."]
-    if setup.layout.slices > 1:
-        lines += ["", "Training does not run tensor parallelism, and pipelines only under ddp."]
+    if setup.layout.pp > 1 or (setup.layout.tp > 1 and setup.layout.cp > 1):
+        lines += [
+            "",
+            "Training runs pipelines under ddp only, and tensor parallelism with no other axis.",
+        ]
     if any(plan.setup.nodes > 1 for plan in plans):
         lines += ["", "More than one node was not measured; docs/plan.md lists the assumptions."]
     return lines

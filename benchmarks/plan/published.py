@@ -26,6 +26,7 @@ class PublishedRun:
         defaults = {"use_te": True, "batch_size": 1, "max_seq_length": 8192, "recompute": "auto"}
         defaults |= {"mixed_precision": "bf16", "sharding_mode": "fsdp_grad", "flash_attention": False}
         defaults["context_parallel_size"] = self.layout.cp
+        defaults["tensor_parallel_size"] = self.layout.tp
         cfg = config_from_dict(defaults | self.settings)
         return make_plan(cfg, PLANNED["H100"], gpus=self.gpus, layout=self.layout)
 

@@ -28,7 +28,7 @@ NO_EFFECT = frozenset(name for name, effect in EFFECTS.items() if effect == "not
 RESOLVED = {"model_name", "use_te", "te_backend", "mixed_precision", "fp8_scenario", "fp8_fallback"}
 # Scaling compares one GPU, without sharding, with several GPUs.
 SHARDING = {"sharding_mode", "deepspeed_config", "offload_optimizer", "hsdp_shard_size"}
-SHARDING |= {"context_parallel_size", "cp_comm_type"}
+SHARDING |= {"context_parallel_size", "cp_comm_type", "tensor_parallel_size"}
 SHARDING |= {"pipeline_parallel_size", "pipeline_schedule", "virtual_stages"}
 # Other settings that change the work of a step; equal in runs whose speeds are comparable.
 WORK = tuple(n for n, effect in EFFECTS.items() if effect == "step" and n not in RESOLVED | SHARDING)
@@ -156,8 +156,8 @@ class RunRecord:
     @property
     def global_batch(self) -> int:
         """Sequences per optimizer step over all ranks, at the end of a ramp."""
-        data_ranks = self.ranks // self.config.get("context_parallel_size", 1)
-        data_ranks //= self.config.get("pipeline_parallel_size", 1)
+        axes = ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+        data_ranks = self.ranks // math.prod(self.config.get(name, 1) for name in axes)
         return self.config["batch_size"] * self.config["gradient_accumulation_steps"] * data_ranks
 
     @property

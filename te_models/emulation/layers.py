@@ -1,5 +1,10 @@
 """Emulated TE modules with weights: RMSNorm, Linear and the fused modules, in FP8 inside `autocast`.
 
+Under tensor parallelism, which is always with sequence parallelism, a module of mode "column" gathers its
+input from all ranks and computes a part of its output features; one of mode "row" reads a part of its input
+features and leaves to each rank its part of the summed tokens. Inputs are gathered before their cast, so a
+scale is of all tokens; TE reduces amaxes to the same effect.
+
 T tokens, D input features, E output features, F feed-forward size. Linear weights are [out, in].
 """
 
@@ -10,6 +15,7 @@ from typing import Any
 import torch
 from fp8_suite.te_models.emulation.gemm import LinearFunction, RMSNormFunction, SwiGLUFunction
 from fp8_suite.te_models.emulation.scaling import Fp8Module
+from fp8_suite.te_models.emulation.sequence_parallel import gather_tokens, scatter_tokens
 from torch import Tensor, nn
 
 INIT_STD = 0.023  # TE's default for weights that are not on the meta device
@@ -51,14 +57,29 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tenso
 class Linear(Fp8Module):
     """Linear layer with weight [E, D], and bias [E] if `bias`; takes `params_dtype` and `device`."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, **factory_kwargs: Any):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        parallel_mode: str | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        **factory_kwargs: Any,
+    ):
         super().__init__()
+        assert parallel_mode in (None, "row") and sequence_parallel == (tp_size > 1), "not emulated"
+        self.tp_group = tp_group
+        in_features //= tp_size
         self.weight = parameter(out_features, in_features, **factory_kwargs)
         self.register_parameter("bias", parameter(out_features, **factory_kwargs, fill=0.0) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         dtype, (gemm,) = activation_dtype(x), self.gemms(x)
-        return _linear(x.to(dtype), self.weight, self.bias, dtype, gemm, None)
+        y = _linear(x.to(dtype), self.weight, self.bias, dtype, gemm, None)
+        return scatter_tokens(y, self.tp_group) if self.tp_group else y
 
 
 class LayerNormLinear(Fp8Module):
@@ -72,10 +93,16 @@ class LayerNormLinear(Fp8Module):
         eps: float = 1e-5,
         bias: bool = True,
         normalization: str = "RMSNorm",  # for TE's signature; no other norm is emulated
+        parallel_mode: str | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
         **factory_kwargs: Any,
     ):
         super().__init__()
-        self.eps = eps
+        assert parallel_mode in (None, "column") and sequence_parallel == (tp_size > 1), "not emulated"
+        self.eps, self.tp_group = eps, tp_group
+        out_features //= tp_size
         self.layer_norm_weight = parameter(in_features, **factory_kwargs, fill=1.0)
         self.weight = parameter(out_features, in_features, **factory_kwargs)
         self.register_parameter("bias", parameter(out_features, **factory_kwargs, fill=0.0) if bias else None)
@@ -84,6 +111,7 @@ class LayerNormLinear(Fp8Module):
         dtype, (gemm,) = activation_dtype(x), self.gemms(x)
         cast_from = torch.float32 if gemm.recipe.casts_float32 else dtype
         normed = RMSNormFunction.apply(x, self.layer_norm_weight, self.eps, dtype, cast_from)
+        normed = gather_tokens(normed, self.tp_group) if self.tp_group else normed
         return _linear(normed, self.weight, self.bias, dtype, gemm, None)
 
 
@@ -92,9 +120,19 @@ class LayerNormMLP(Fp8Module):
 
     num_gemms = 2
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, *, eps: float = 1e-5, **factory_kwargs: Any):
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        eps: float = 1e-5,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        **factory_kwargs: Any,
+    ):
         super().__init__()
-        self.eps = eps
+        self.eps, self.tp_group = eps, tp_group
+        ffn_hidden_size //= tp_size
         self.layer_norm_weight = parameter(hidden_size, **factory_kwargs, fill=1.0)
         self.fc1_weight = parameter(2 * ffn_hidden_size, hidden_size, **factory_kwargs)
         self.fc2_weight = parameter(hidden_size, ffn_hidden_size, **factory_kwargs)
@@ -103,6 +141,8 @@ class LayerNormMLP(Fp8Module):
         dtype, (fc1, fc2) = activation_dtype(x), self.gemms(x)
         cast_from = torch.float32 if fc1.recipe.casts_float32 else dtype
         normed = RMSNormFunction.apply(x, self.layer_norm_weight, self.eps, dtype, cast_from)
+        normed = gather_tokens(normed, self.tp_group) if self.tp_group else normed
         hidden = _linear(normed, self.fc1_weight, None, dtype, fc1, None)  # [..., 2F]
         act, amax = SwiGLUFunction.apply(hidden, cast_from, fc2.recipe.scales_float32)  # [..., F]
-        return _linear(act, self.fc2_weight, None, dtype, fc2, amax)
+        y = _linear(act, self.fc2_weight, None, dtype, fc2, amax)
+        return scatter_tokens(y, self.tp_group) if self.tp_group else y

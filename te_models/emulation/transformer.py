@@ -30,6 +30,7 @@ class DotProductAttention(Fp8Module):
     """
 
     num_gemms = 3
+    sequence_first = False  # q, k and v are [S, B, ., K], as sequence parallelism splits the first dimension
     context_group: Any = None  # ranks that share sequences; S and T are then of this rank's tokens
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -39,6 +40,8 @@ class DotProductAttention(Fp8Module):
             boundaries = self.boundaries(q, cu_seqlens)
             flat = (x.flatten(0, -3) for x in (q, k, v))  # [T, ., K]
             return context.attend(*flat, boundaries, self.context_group).view(*q.shape[:-2], -1)
+        if self.sequence_first:
+            return self._attend(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
         if cu_seqlens is None:
             return self._attend(q, k, v)
         lengths = cu_seqlens.diff().tolist()
@@ -71,22 +74,29 @@ class MultiheadAttention(nn.Module):
         *,
         eps: float,
         qk_norm_eps: float | None,
+        tp: dict[str, Any],
         **factory_kwargs: Any,
     ):
         super().__init__()
-        self.heads, self.groups, self.size = heads, groups, size
+        ranks = tp.get("tp_size", 1)
+        self.heads, self.groups, self.size = heads // ranks, groups // ranks, size
         self.q_norm = self.k_norm = None
         if qk_norm_eps is not None:
             dtype, device = factory_kwargs["params_dtype"], factory_kwargs["device"]
             norms = (RMSNorm(size, eps=qk_norm_eps, dtype=dtype, device=device) for _ in range(2))
             self.q_norm, self.k_norm = norms
         joint = (heads + 2 * groups) * size
-        self.layernorm_qkv = LayerNormLinear(hidden_size, joint, eps=eps, bias=False, **factory_kwargs)
+        self.layernorm_qkv = LayerNormLinear(
+            hidden_size, joint, eps=eps, bias=False, parallel_mode="column", **tp, **factory_kwargs
+        )
         self.core_attention = DotProductAttention()
-        self.proj = Linear(heads * size, hidden_size, **factory_kwargs)
+        self.proj = Linear(heads * size, hidden_size, parallel_mode="row", **tp, **factory_kwargs)
 
     def forward(self, x: Tensor, rope: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Map [B, S, D], or packed [T, D] with `cu_seqlens` [N+1]; `rope` angles [P, 1, 1, K] float32."""
+        """Map [B, S, D], or packed [T, D] with `cu_seqlens` [N+1]; `rope` angles [P, 1, 1, K] float32.
+
+        With sequence parallelism x is a rank's part, of [T, D] or of [S, B, D].
+        """
         per_group = self.heads // self.groups
         joint = self.layernorm_qkv(x).unflatten(-1, (self.groups, per_group + 2, self.size))
         q, k, v = joint.split([per_group, 1, 1], dim=-2)  # [..., G, R or 1, K]
@@ -96,6 +106,8 @@ class MultiheadAttention(nn.Module):
         if group := self.core_attention.context_group:
             places = context.positions(self.core_attention.boundaries(q, cu_seqlens), group)
             angles = rope[places, 0].view(*q.shape[:-2], 1, -1)
+        elif self.core_attention.sequence_first:
+            angles = rope[: len(q)]  # [S, 1, 1, K]
         else:
             angles = rope_at_positions(rope, q, cu_seqlens)
         return self.proj(self.core_attention(rotate(q, angles), rotate(k, angles), v, cu_seqlens))
@@ -127,7 +139,8 @@ EMULATED_VALUES: dict[str, tuple] = {
     "fuse_qkv_params": (True,),
     "qkv_weight_interleaved": (True,),
     "self_attn_mask_type": ("causal", "padding_causal"),  # every sequence is causal; masked by `cu_seqlens`
-    "attn_input_format": ("bshd", "thd"),
+    "attn_input_format": ("bshd", "thd", "sbhd"),
+    "set_parallel_mode": (True,),
     "qk_norm_type": ("RMSNorm",),
     "qk_norm_before_rope": (True,),
 }
@@ -152,6 +165,9 @@ class TransformerLayer(nn.Module):
         layer_number: int | None = None,  # for TE's signature; not used
         params_dtype: torch.dtype | None = None,
         device: Any = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
         **fixed: Any,  # see EMULATED_VALUES
     ):
         super().__init__()
@@ -159,11 +175,14 @@ class TransformerLayer(nn.Module):
             if value not in EMULATED_VALUES.get(name, ()):
                 raise TypeError(f"TransformerLayer({name}={value!r}) is not emulated")
         factory_kwargs = {"params_dtype": params_dtype, "device": device}
+        tp = {"tp_group": tp_group, "tp_size": tp_size}
         sizes = hidden_size, num_attention_heads, num_gqa_groups, kv_channels
         eps = {"eps": layernorm_epsilon, "qk_norm_eps": qk_norm_eps}
-        self.self_attention = MultiheadAttention(*sizes, **eps, **factory_kwargs)
+        parallel = tp | {"sequence_parallel": sequence_parallel}
+        self.self_attention = MultiheadAttention(*sizes, **eps, tp=parallel, **factory_kwargs)
+        self.self_attention.core_attention.sequence_first = fixed.get("attn_input_format") == "sbhd"
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **factory_kwargs
+            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **tp, **factory_kwargs
         )
 
     def set_context_parallel_group(self, group: Any, ranks: list[int], stream: Any, comm_type: str) -> None:

@@ -7,9 +7,11 @@ gradient, and accumulates the gradients of hidden states and LM head; backward o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from fp8_suite.te_models.settings import CHUNK_BYTES
 from torch import Tensor
@@ -24,11 +26,14 @@ class TokenLoss(NamedTuple):
     correct: Tensor
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenLoss:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, softmax: Callable[..., tuple] | None = None
+) -> TokenLoss:
     """Sum the cross entropy of `hidden @ weight.T` against `labels` over labels other than -100.
 
     `hidden` [T, D] and `weight` [V, D] are floating point, `labels` [T] int64. Softmax is always computed in
-    float32. Under torch.autocast the projection runs in the autocast dtype.
+    float32. Under torch.autocast the projection runs in the autocast dtype. `softmax` replaces
+    `softmax_cross_entropy`.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -37,14 +42,17 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Toke
     elif hidden.dtype != weight.dtype:
         hidden = hidden.to(weight.dtype)
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return TokenLoss(*LinearCrossEntropy.apply(hidden, weight, labels, needs_grad))
+    softmax = softmax or softmax_cross_entropy
+    return TokenLoss(*LinearCrossEntropy.apply(hidden, weight, labels, needs_grad, softmax))
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """Fused projection and cross entropy: forward computes the gradients, backward scales them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_grad: bool) -> tuple:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_grad: bool, softmax: Callable
+    ) -> tuple:
         rows = max(128, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))
         chunks = list(range(0, hidden.shape[0], rows))
         loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
@@ -54,7 +62,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in chunks:
             part, target = hidden[start : start + rows], labels[start : start + rows]
             logits = part @ weight.T  # [rows, V]
-            chunk_loss, chunk_correct, _ = softmax_cross_entropy(logits, target, write_grad=needs_grad)
+            chunk_loss, chunk_correct, _ = softmax(logits, target, write_grad=needs_grad)
             loss += chunk_loss
             correct += chunk_correct
             if needs_grad:
@@ -73,7 +81,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:  # not frozen
             grad_weight = scaled(grad_weight, grad_loss, ctx.dtype)
         grad_hidden = scaled(ctx.grads.pop(), grad_loss, ctx.dtype)
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _accumulate(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, *, only: bool) -> Tensor:
@@ -124,10 +132,50 @@ def softmax_cross_entropy(
 
 
 def softmax_gradient(logits: Tensor, labels: Tensor, log_sum: Tensor) -> Tensor:
-    """Return softmax(logits) [rows, V] minus 1 at the label, in float32; rows without a label are zero."""
+    """Return softmax(logits) [rows, V] minus 1 at the label, in float32; rows without a label are zero.
+
+    A label of -1 is in another rank's part of the vocabulary.
+    """
     grad, target = torch.exp(logits.float() - log_sum[:, None]), labels.clamp(min=0)[:, None]
-    grad.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=grad.dtype))
+    grad.scatter_add_(1, target, -(labels >= 0).to(grad.dtype)[:, None])
     return torch.where((labels != IGNORE)[:, None], grad, 0.0)
+
+
+def parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, *, write_grad: bool = False, group: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `softmax_cross_entropy` of logits [rows, V/N], this rank's part of the vocabulary. Collective.
+
+    `labels` [rows] number the rows of this part; a label of another part is -1. Ranks exchange the largest
+    logit, the sum of exponentials and the label's logit of each row, and the place of the largest.
+    """
+    held = labels >= 0
+    if logits.is_cuda:
+        local_labels = torch.where(held, labels, IGNORE)
+        log_sum = softmax_cross_entropy(logits, local_labels)[2]
+    else:
+        log_sum = logits.float().logsumexp(dim=-1)
+    top, best = logits.max(dim=-1)
+    highest = torch.stack([log_sum, top.float()])
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    picked = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0].float()
+    sums = torch.stack([torch.exp(log_sum - highest[0]), torch.where(held, picked, 0.0)])
+    dist.all_reduce(sums, group=group)
+    log_sum, picked = highest[0] + sums[0].log(), sums[1]
+    first = group.rank() * logits.shape[1]
+    best = torch.where(top.float() == highest[1], best + first, torch.iinfo(torch.int64).max)
+    label = torch.where(held, labels + first, torch.iinfo(torch.int64).max)
+    places = torch.stack([best, label])
+    dist.all_reduce(places, dist.ReduceOp.MIN, group=group)
+    valid = labels != IGNORE
+    if write_grad and logits.is_cuda:
+        from fp8_suite.te_models.kernels.loss_triton import write_softmax_gradient_
+
+        write_softmax_gradient_(logits, labels, log_sum, ignore=IGNORE)
+    elif write_grad:
+        logits.copy_(softmax_gradient(logits, labels, log_sum))
+    correct = (valid & (places[0] == places[1])).sum()
+    return torch.where(valid, log_sum - picked, 0.0).sum(), correct, log_sum
 
 
 def logits_cross_entropy(logits: Tensor, labels: Tensor) -> TokenLoss:

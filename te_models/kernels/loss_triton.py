@@ -63,6 +63,26 @@ def cross_entropy(
 
 
 @triton.jit
+def softmax_gradient_kernel(logits, labels, log_sums, stride, vocab, ignore, BLOCK: tl.constexpr):
+    """Overwrite one block of a row of logits with its gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    label, log_sum = tl.load(labels + row), tl.load(log_sums + row)
+    at = logits + row * stride + columns
+    x = tl.load(at, mask=columns < vocab, other=0.0).to(tl.float32)
+    grad = tl.exp(x - log_sum) - tl.where(columns == label, 1.0, 0.0)
+    grad = tl.where(label != ignore, grad, 0.0)
+    tl.store(at, grad.to(logits.dtype.element_ty), mask=columns < vocab)
+
+
+def write_softmax_gradient_(logits: Tensor, labels: Tensor, log_sum: Tensor, *, ignore: int) -> None:
+    """Overwrite logits [rows, V] with `loss.softmax_gradient`."""
+    rows, vocab = logits.shape
+    grid = rows, triton.cdiv(vocab, 4096)
+    softmax_gradient_kernel[grid](logits, labels, log_sum, logits.stride(0), vocab, ignore, BLOCK=4096)
+
+
+@triton.jit
 def cast_kernel(matrix, rows, columns, scale, height, width):
     """Cast `matrix` [height, width] times `scale` to E4M3, also transposed unless `columns` is None."""
     quads, f, inside = block(height, width, ROWS, COLUMNS)

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -272,8 +273,8 @@ def rank_batch(settings: dict[str, Any]) -> int:
 
 def step_batch(settings: dict[str, Any], world_size: int) -> int:
     """Return the sequences of all ranks per optimizer step, of settings without `auto`."""
-    sharing = settings.get("context_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
-    return rank_batch(settings) * (world_size // sharing)
+    axes = ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+    return rank_batch(settings) * (world_size // prod(settings.get(name, 1) for name in axes))
 
 
 # Steps

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from fp8_suite.te_models.tensor_parallel import Region
 from fp8_suite.training.checkpoint.progress import Progress
 from fp8_suite.training.checkpoint.resume import ResumePoint
 from fp8_suite.training.checkpoint.store import Checkpoints, in_groups
@@ -17,6 +19,7 @@ from fp8_suite.training.config import Config
 from fp8_suite.training.optim import adamw, moments
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.optim.adamw import local
+from fp8_suite.training.parallel.topology import Topology
 from fp8_suite.training.precision.recipes import Precision
 from fp8_suite.training.precision.settings import parse_moment_dtype
 from torch import Tensor, nn
@@ -65,18 +68,34 @@ def saved_state(run: RunState, scaling: dict[str, Tensor]) -> tuple[dict[str, Te
     for key, tensor in tensors.items():
         if key not in parameters and not key.startswith("optimizer/"):
             tensors[key] = tensor.clone()
-    return share_of_rank(tensors, run.strategy) | rng_state(run.strategy.topology.rank), meta
+    share = share_of_rank(tensors, run.strategy.topology, partial(region_of, run.model))
+    return share | rng_state(run.strategy.topology.rank), meta
 
 
-def share_of_rank(tensors: dict[str, Tensor], strategy: Any) -> dict[str, Tensor]:
+def region_of(model: nn.Module, key: str) -> Region | None:
+    """Return the region of a checkpoint's tensor of which this rank holds a part, or None."""
+    regions = getattr(model, "regions", {})
+    kind, _, name = key.partition("/")
+    if kind == "model":
+        return regions.get(name)
+    parameter, _, part = name.rpartition(".")
+    region = regions.get(parameter) if kind == "optimizer" else None
+    return region.blocks(moments.BLOCK) if region and part.endswith(moments.EXPONENTS) else region
+
+
+def share_of_rank(
+    tensors: dict[str, Tensor], topology: Topology, region: Callable[[str], Region | None]
+) -> dict[str, Tensor]:
     """Return the tensors that this rank saves, so that each is saved once and all ranks save as much."""
     loads: dict[int, list[int]] = {}  # bytes assigned so far to each of N replicas
-    share = {}
+    share, tp = {}, topology.tp
     for key, tensor in tensors.items():
-        replicas = strategy.topology.stage_size  # ranks of other stages have other tensors
-        replica = strategy.topology.rank % replicas
+        # Ranks of other stages have other tensors, and those that share layers other parts.
+        replica, replicas = topology.rank % topology.stage_size // tp, topology.stage_size // tp
         if isinstance(tensor, DTensor):
             replica, replicas = _replica(tensor)
+        if not region(key):  # a whole tensor
+            replica, replicas = replica * tp + topology.rank % tp, replicas * tp
         assigned = loads.setdefault(replicas, [0] * replicas)
         saver = assigned.index(min(assigned))
         assigned[saver] += tensor.nbytes

@@ -14,6 +14,7 @@ import math
 import shutil
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,9 +27,11 @@ import torch.distributed.checkpoint as dcp
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.files import hidden, publish, write_json, write_remedy
 from fp8_suite.core.readers import read_json
+from fp8_suite.te_models.tensor_parallel import Region
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.index import step_name
 from fp8_suite.training.checkpoint.manifest import THREADS, digests, read_manifest, write_manifest
+from fp8_suite.training.checkpoint.planning import LoadPlanner, SavePlanner, tensor_spec
 from fp8_suite.training.checkpoint.reader import Reader
 from fp8_suite.training.checkpoint.staging import Stager, Unstaged
 from fp8_suite.training.checkpoint.writer import write_tensors
@@ -48,6 +51,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep_last: int):
         self.folder, self.keep_last = Path(folder), keep_last
         self.on_progress: Callable[[], None] = lambda: None  # called by the thread that has written a file
+        self.region: Callable[[str], Region | None] = lambda key: None  # of which this rank holds a part
         self._lock = threading.Lock()  # index.json: a save in the background, and `record_eval_loss`
         self._unpublished: dict[int, float | None] = {}  # eval loss of the step that is being saved
         self._group: Any = None  # process group of saves in the background
@@ -58,8 +62,9 @@ class Checkpoints:
         """Save `tensors` bit-exactly as `step`, prune old checkpoints, return the folder. Collective.
 
         Tensors are plain or DTensors and share no memory. Ranks may have different keys; a plain tensor with
-        the same key must be equal on all ranks. `meta` (JSON) and `eval_loss` are read on rank 0. If any rank
-        fails, all raise (UserError if writing failed), and earlier checkpoints stay intact.
+        the same key must be equal on all ranks, unless it is a part of one (`region`). `meta` (JSON)
+        and `eval_loss` are read on rank 0. If any rank fails, all raise (UserError if writing failed), and
+        earlier checkpoints stay intact.
         """
         options = self._options(step, meta, eval_loss)
         return self._finished(step, lambda: _run_dcp(dcp.save, tensors, **options))
@@ -87,7 +92,7 @@ class Checkpoints:
         return PendingSave(written, lambda: self._finished(step, _raising_cause()(written.result)))
 
     def _options(self, step: int, meta: dict, eval_loss: float | None) -> dict[str, Any]:
-        planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = SavePlanner(self.region)
         with self._lock:
             self._unpublished = {step: eval_loss}
         return {"storage_writer": _Writer(self, step, meta, planner), "planner": planner}
@@ -143,7 +148,7 @@ class Checkpoints:
         shape or dtype. DamagedCheckpoint if a file is damaged; `tensors` may have its content then. Ranks
         share the verification, and each reads only its own shards otherwise.
         """
-        files, *_ = ranks.run_on_all_ranks(lambda: _check_before_load(path, tensors))
+        files, *_ = ranks.run_on_all_ranks(lambda: _check_before_load(path, tensors, self.region))
         try:
             self.read(path, tensors, files)
         except Exception:  # damage may cause any error: name the file, and an intact checkpoint
@@ -155,7 +160,7 @@ class Checkpoints:
 
         `files` are to be verified in the same pass; other files must be verified already.
         """
-        planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = LoadPlanner(self.region)
         _run_dcp(dcp.load, tensors, storage_reader=Reader(path, files or {}), planner=planner)
 
     def read_meta(self, path: Path) -> dict:
@@ -246,49 +251,21 @@ def _run_dcp(function: Callable, tensors: dict[str, Tensor], **options: Any) -> 
     return function(detached, no_dist=ranks.world_size() == 1, **options)
 
 
-def _as_stored(tensor: Tensor) -> Tensor:
-    # safetensors' torch reader does not know the E8M0 scales of MXFP8, so float8 is stored as uint8.
-    float8 = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
-    return tensor.view(torch.uint8) if float8 else tensor
-
-
-def _spec(dtype: torch.dtype, shape: Iterable[int]) -> dict:
-    return {"dtype": str(dtype), "shape": list(shape)}
-
-
-def _check_before_load(path: Path, tensors: dict[str, Tensor]) -> dict[str, dict]:
+def _check_before_load(
+    path: Path, tensors: dict[str, Tensor], region: Callable[[str], Region | None]
+) -> dict[str, dict]:
     """Return size and checksum of the checkpoint's files, if its tensors fit."""
     manifest = index.verify(path, [META])
     saved = manifest["tensors"]
     for key, tensor in tensors.items():
-        stored, live = saved.get(key), _spec(tensor.dtype, tensor.shape)
+        shape = part.shape if (part := region(key)) else tensor.shape
+        stored, live = saved.get(key), tensor_spec(tensor.dtype, shape)
         if stored != live:
             reason = (
                 f"is {stored} in the checkpoint, but {live} here" if stored else "is not in the checkpoint"
             )
             raise UserError(f"{path}: tensor {key!r} {reason}", flags=("resume",), exit_code=EXIT_BAD_SETTING)
     return manifest["files"]
-
-
-class _SavePlanner(dcp.DefaultSavePlanner):
-    """Plans who writes which shard; `specs` has shape and dtype of all tensors, on the coordinator."""
-
-    def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> Any:
-        self.specs: dict[str, dict] = {}
-        for item in (item for plan in all_plans for item in plan.items):
-            key, data = item.index.fqn, item.tensor_data
-            spec = _spec(data.properties.dtype, data.size)
-            same = self.specs.setdefault(key, spec) == spec
-            assert same, f"tensor {key!r} is {self.specs[key]} on one rank and {spec} on another"
-        return super().create_global_plan(all_plans)
-
-    def transform_object(self, write_item: Any, object: Any) -> Tensor:
-        return _as_stored(object)
-
-
-class _LoadPlanner(dcp.DefaultLoadPlanner):
-    def transform_tensor(self, read_item: Any, tensor: Tensor) -> Tensor:
-        return _as_stored(super().transform_tensor(read_item, tensor))
 
 
 class _Writer(dcp.StorageWriter):
@@ -298,7 +275,7 @@ class _Writer(dcp.StorageWriter):
     threads, so a full disk goes unnoticed. The coordinator begins and publishes the checkpoint.
     """
 
-    def __init__(self, checkpoints: Checkpoints, step: int, meta: dict, planner: _SavePlanner):
+    def __init__(self, checkpoints: Checkpoints, step: int, meta: dict, planner: SavePlanner):
         self.checkpoints, self.step, self.meta, self.planner = checkpoints, step, meta, planner
         self.partial = hidden(checkpoints.folder / step_name(step), "partial")
         self.on_written: Callable[[], None] = lambda: None
@@ -322,7 +299,13 @@ class _Writer(dcp.StorageWriter):
             data = item.tensor_data
             return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
-        files = list(in_groups(plan.items, nbytes, self.checkpoints.file_bytes)) or [[]]
+        counts: Counter[str] = Counter()
+        rounds: dict[int, list[dcp.WriteItem]] = {}  # a file has one piece of a tensor at most
+        for item in plan.items:
+            counts[item.index.fqn] += 1
+            rounds.setdefault(counts[item.index.fqn], []).append(item)
+        limit = self.checkpoints.file_bytes
+        files = [file for items in rounds.values() for file in in_groups(items, nbytes, limit)] or [[]]
         with ThreadPoolExecutor(THREADS) as pool:
             results = list(pool.map(self._write, range(len(files)), files))
         self.on_written()  # the state in memory is not read any more

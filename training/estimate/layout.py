@@ -50,12 +50,12 @@ SHORTEST_PART = 2048  # tokens of a sequence per rank of context parallelism, fo
 def check_layout(layout: Layout, shape: ModelShape, gpus: int, gpus_per_node: int, length: int) -> None:
     """Raise UserError for sizes that do not divide the model, its sequences or the GPUs."""
     layers, per_rank = shape.num_layers, -(-shape.num_layers // layout.pp)
-    splits = (gpus_per_node, shape.num_kv_heads, shape.ffn_hidden_size // 16)
+    splits = (gpus_per_node, shape.num_kv_heads, shape.ffn_hidden_size // 16, shape.vocab_size)
     rules = {  # flag: (refused, reason)
         "tensor_parallel_size": (
             any(size % layout.tp for size in splits),
-            "must divide the {} GPUs of a node, {} key/value heads, and {} x 16 feed-forward features; use a "
-            "divisor".format(*splits),
+            "must divide the {} GPUs of a node, {} key/value heads, {} x 16 feed-forward features and the "
+            "vocabulary of {}; use a divisor".format(*splits),
         ),
         "context_parallel_size": (
             layout.cp > 1 and length % (2 * layout.cp),

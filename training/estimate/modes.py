@@ -39,7 +39,7 @@ def make_setup(
     """
     from fp8_suite.training.optim.optimizer import choose_optimizer  # imported here because it imports torch
 
-    layout = replace(layout, cp=cfg.sharding.context_parallel_size)
+    layout = replace(layout, **cfg.sharding.layout)
     if cfg.sharding.pipeline_parallel_size > 1:
         pipeline = {"pp": cfg.sharding.pipeline_parallel_size, "virtual": cfg.sharding.virtual_stages}
         layout = replace(layout, **pipeline)

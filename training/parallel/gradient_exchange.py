@@ -94,9 +94,12 @@ class ReduceScatter:
 
 
 def all_to_all_hook(
-    device: torch.device, *, fp8: bool
+    device: torch.device, group: Any = None, *, fp8: bool
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future]:
-    """Return a DDP hook that averages a bucket with FP32 sums and all-gathers it, in its dtype or in FP8."""
+    """Return a DDP hook that averages a bucket with FP32 sums and all-gathers it, in its dtype or in FP8.
+
+    `group` are the ranks of DDP; None: all.
+    """
     average = _average_fp8 if fp8 else _average_fp32
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -106,8 +109,8 @@ def all_to_all_hook(
         if stream:
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # does nothing for None
-            padded = _padded(gradients, dist.get_world_size())
-            average(padded)
+            padded = _padded(gradients, dist.get_world_size(group))
+            average(padded, group)
             if padded is not gradients:
                 gradients.copy_(padded[: gradients.numel()])
             future.set_result(gradients)  # records an event on the stream, for which DDP waits
@@ -116,45 +119,47 @@ def all_to_all_hook(
     return hook
 
 
-def _average_fp32(gradients: Tensor) -> None:
-    shard = _reduce_scatter_fp32(gradients, None, mean=True).to(gradients.dtype)
-    dist.all_gather_into_tensor(gradients, shard)
+def _average_fp32(gradients: Tensor, group: Any) -> None:
+    shard = _reduce_scatter_fp32(gradients, group, mean=True).to(gradients.dtype)
+    dist.all_gather_into_tensor(gradients, shard, group=group)
 
 
-def _average_fp8(gradients: Tensor) -> None:
-    shard = _reduce_scatter_fp8(gradients, None, mean=True)
+def _average_fp8(gradients: Tensor, group: Any) -> None:
+    shard = _reduce_scatter_fp8(gradients, group, mean=True)
     packed = pack_fp8(_padded(shard[None], FP8_BLOCK))
-    received = packed.new_empty(dist.get_world_size(), packed.shape[1])
-    dist.all_gather_into_tensor(received, packed)
+    received = packed.new_empty(dist.get_world_size(group), packed.shape[1])
+    dist.all_gather_into_tensor(received, packed, group=group)
     size, rows_of_ranks = -(-len(received) // PARTS), gradients.view(len(received), -1)
     for part, rows in zip(received.split(size), rows_of_ranks.split(size), strict=True):
         rows.copy_(unpack_fp8(part)[:, : shard.numel()])
 
 
-def average_sums(model: nn.Module, *, uses_all_parameters: bool) -> None:
+def average_sums(model: nn.Module, group: Any = None, *, uses_all_parameters: bool) -> None:
     """Average the sums in `main_grad` over ranks, in FP32. Every rank adds zeros for a sum that it lacks."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not uses_all_parameters:
         used = [getattr(p, "main_grad", None) is not None for p in parameters]
         used = torch.tensor(used, dtype=torch.uint8, device=parameters[0].device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
         parameters = [p for p, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
     for p in parameters:
         if getattr(p, "main_grad", None) is None:
             p.main_grad = torch.zeros_like(p, dtype=torch.float32)
     sums = [p.main_grad for p in parameters]
-    torch._foreach_div_(sums, dist.get_world_size())
-    for exchange in [dist.all_reduce(total, async_op=True) for total in sums]:
+    torch._foreach_div_(sums, dist.get_world_size(group))
+    for exchange in [dist.all_reduce(total, group=group, async_op=True) for total in sums]:
         exchange.wait()
 
 
-def all_reduce_hook(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], torch.futures.Future]:
-    """Return a DDP hook that averages a bucket by an all-reduce in `dtype`."""
+def all_reduce_hook(
+    dtype: torch.dtype, group: Any = None
+) -> Callable[[Any, dist.GradBucket], torch.futures.Future]:
+    """Return a DDP hook that averages a bucket over a group by an all-reduce in `dtype`."""
 
     def hook(_, bucket):
         gradients = bucket.buffer()
-        sent = gradients.to(dtype).div_(dist.get_world_size())
-        future = dist.all_reduce(sent, async_op=True).get_future()
+        sent = gradients.to(dtype).div_(dist.get_world_size(group))
+        future = dist.all_reduce(sent, group=group, async_op=True).get_future()
         return future.then(lambda done: gradients.copy_(done.value()[0]))
 
     return hook

@@ -66,6 +66,9 @@ class ShardingConfig(Section):
     cp_comm_type: Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"] = resumable(
         "auto", "how the ranks of a sequence attend; auto: a2a if they divide the heads, else all_gather"
     )
+    tensor_parallel_size: int = resumable(
+        1, "ranks of a node that share each layer, with --use_te (docs/multi_gpu.md)", minimum=1
+    )
     pipeline_parallel_size: int = resumable(
         1, "ranks that share the layers, with --use_te (docs/multi_gpu.md)", minimum=1
     )
@@ -92,9 +95,14 @@ class ShardingConfig(Section):
         affects="nothing",
     )
 
+    @property
+    def layout(self) -> dict[str, int]:
+        """Sizes of the axes beside data parallelism, by field of `estimate.layout.Layout`."""
+        return {"cp": self.context_parallel_size, "tp": self.tensor_parallel_size}
+
     def data_ranks(self, ranks: int) -> int:
         """Return the ranks that read different rows. UserError if sizes of parallel axes do not divide."""
-        for name in ("context_parallel_size", "pipeline_parallel_size"):
+        for name in ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"):
             if ranks % (size := getattr(self, name)):
                 fitting = [n for n in range(2, ranks + 1) if ranks % n == 0]
                 way_out = (

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError
+from fp8_suite.te_models.tensor_parallel import TensorParallel
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim.accumulation import FSDPMainGradAccumulator, MainGradAccumulator, gradient_of
 from fp8_suite.training.optim.adamw import MasterAdamW, local
@@ -54,6 +55,8 @@ class Strategy:
         self.accumulates = cfg.optim.gradient_accumulation_steps > 1  # a step has several micro-batches
         self.reduce_dtype = cfg.sharding.grad_reduce_dtype  # fp32, bf16 or fp8
         self.topology = build_topology(cfg.sharding, mode)
+        group = self.topology.tensor_group
+        self.tensor = TensorParallel(group) if group else None
         self.gradient_sums: MainGradAccumulator | FSDPMainGradAccumulator | None = None
         self.loss_scale = LossScale(device) if cfg.precision.mixed_precision == "fp16" else None
 
@@ -111,7 +114,8 @@ class Strategy:
         the gradients' device.
         """
         gradients = [local(g) for p in self.counted(model) if (g := gradient_of(p)) is not None]
-        norm, usable = self.total_norm(global_norm(gradients)), usable.to(gradients[0].device)
+        local_norm = self._norm_of_layers(model) if self.tensor else global_norm(gradients)
+        norm, usable = self.total_norm(local_norm), usable.to(gradients[0].device)
         if self.loss_scale:
             norm = norm / self.loss_scale.value
         applied = norm.isfinite() & usable
@@ -129,7 +133,25 @@ class Strategy:
 
     def count_parameters(self, model: nn.Module) -> int:
         """Return the number of the unsharded model's parameters. Collective."""
+        if self.tensor:
+            regions, parameters = model.regions, model.named_parameters()
+            return sum(regions.get(name, parameter).shape.numel() for name, parameter in parameters)
         return sum(parameter.numel() for parameter in self.counted(model))
+
+    def _norm_of_layers(self, model: nn.Module) -> Tensor:
+        """Sum the gradients of weights that the ranks of a layer all hold; return the norm over these ranks.
+
+        Of a weight that FSDP2 shards, these ranks hold the same shard.
+        """
+        model = getattr(model, "module", model)  # in DDP
+        split, whole = [], []
+        for name, parameter in model.named_parameters():
+            if (gradient := gradient_of(parameter)) is not None:
+                (split if name in model.regions else whole).append(local(gradient))
+        self.tensor.sum_gradients(whole)
+        square = global_norm(split).square()
+        dist.all_reduce(square, group=self.tensor.group)
+        return (square + global_norm(whole).square()).sqrt()
 
     def total_norm(self, norm: Tensor) -> Tensor:
         """Combine the gradient norms of all shards."""
@@ -149,12 +171,13 @@ class Strategy:
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks; `tensor` is unchanged.
 
-        Ranks of a pipeline read the same rows: of their sums, the largest counts.
+        Ranks that share layers, or are of one pipeline, read the same rows and count once. Those of a
+        pipeline may have different sums; the largest counts.
         """
         total = self._all_reduce(tensor, dist.ReduceOp.SUM, self.topology.stage_group)
         if pipeline := self.topology.pipeline_group:
             return self._all_reduce(total, dist.ReduceOp.MAX, pipeline)
-        return total
+        return total / self.topology.tp if self.tensor else total
 
     def max(self, tensor: Tensor) -> Tensor:
         """Return the maximum over ranks; `tensor` is unchanged."""
@@ -198,6 +221,7 @@ class DDP(Strategy):
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
             wrapped = nn.parallel.DistributedDataParallel(
                 model,
+                process_group=self.topology.sum_group,
                 device_ids=[self.device] if self.device.type == "cuda" else None,
                 broadcast_buffers=False,
                 init_sync=all(p.requires_grad for p in model.parameters()),  # frozen weights may be in FP8
@@ -211,14 +235,15 @@ class DDP(Strategy):
 
     def _exchange(self, has_low_precision: bool) -> Callable | None:
         """Return the function that averages a bucket of gradients, or None for DDP's own."""
+        group = self.topology.sum_group
         if self.sends_fp8:
-            return gradient_exchange.all_to_all_hook(self.device, fp8=True)
+            return gradient_exchange.all_to_all_hook(self.device, group, fp8=True)
         if has_low_precision and self.sum_dtype == torch.float32:
             if self.device.type == "cuda" and gradient_exchange.within_a_node(self.topology.world_size):
-                return gradient_exchange.all_to_all_hook(self.device, fp8=False)
-            return gradient_exchange.all_reduce_hook(torch.float32)
+                return gradient_exchange.all_to_all_hook(self.device, group, fp8=False)
+            return gradient_exchange.all_reduce_hook(torch.float32, group)
         if self.sum_dtype == torch.bfloat16 and not has_low_precision:
-            return gradient_exchange.all_reduce_hook(torch.bfloat16)
+            return gradient_exchange.all_reduce_hook(torch.bfloat16, group)
         return None
 
     @contextmanager
@@ -227,7 +252,8 @@ class DDP(Strategy):
             with super().accumulating(model, first=first, last=last):
                 yield
             if last:
-                gradient_exchange.average_sums(model, uses_all_parameters=_uses_all_parameters(model))
+                uses_all, group = _uses_all_parameters(model), self.topology.sum_group
+                gradient_exchange.average_sums(model, group, uses_all_parameters=uses_all)
             return
         exchange = nullcontext() if last else model.no_sync()
         with super().accumulating(model.module, first=first, last=last), exchange:

@@ -25,6 +25,8 @@ class Topology:
 
     - Rows of data: ranks that differ in `replicate` or `shard` read different rows, all others the same.
     - Sums of losses, counts and gradients, and maxima of FP8 scaling: over `replicate`, `shard` and `cp`.
+      Ranks of `tp` have the same losses and counts, and maxima over all ranks are those of whole tensors.
+    - Gradients of weights that the ranks of `tp` all hold, such as norms: also over `tp`.
     - Layers of a model: `pp` ranks have different ones.
     - Weights under FSDP: sharded over `shard` and `cp` as one axis, copied over `replicate`.
     """
@@ -37,6 +39,8 @@ class Topology:
     cp: int = 1
     tp: int = 1
     context_group: ProcessGroup | None = None  # ranks that share this one's sequences, if there are several
+    tensor_group: ProcessGroup | None = None  # ranks that share this one's layers, if there are several
+    sum_group: ProcessGroup | None = None  # ranks that hold the same parts of layers; None: all ranks
     # Only in a pipeline:
     stage_group: ProcessGroup | None = None  # ranks with the same layers
     pipeline_group: ProcessGroup | None = None  # ranks with the other layers, which read the same rows
@@ -79,6 +83,10 @@ class Topology:
     def fsdp_mesh(self, device_type: str) -> DeviceMesh:
         """Return the mesh of FSDP2: `shard`, before it `replicate` if there are copies. Collective."""
         shards = self.shard * self.cp
+        if self.tp > 1:
+            names = ("replicate", "shard", "tp")
+            mesh = init_device_mesh(device_type, (self.replicate, shards, self.tp), mesh_dim_names=names)
+            return mesh["shard"] if self.replicate == 1 else mesh["replicate", "shard"]
         if self.replicate == 1:
             return init_device_mesh(device_type, (shards,), mesh_dim_names=("shard",))
         return init_device_mesh(device_type, (self.replicate, shards), mesh_dim_names=("replicate", "shard"))
@@ -86,21 +94,25 @@ class Topology:
 
 def build_topology(cfg: ShardingConfig, mode: str) -> Topology:
     """Arrange all ranks for a sharding mode. Collective. UserError if the sizes do not fit."""
-    world_size, spec, cp = ranks.world_size(), MODES[mode], cfg.context_parallel_size
-    pipeline = _pipeline(cfg.pipeline_parallel_size, world_size)
-    world_size //= cfg.pipeline_parallel_size
-    shards = cp if spec.engine in ("none", "ddp") else world_size
+    spec, cp, tp = MODES[mode], cfg.context_parallel_size, cfg.tensor_parallel_size
+    pipeline = _pipeline(cfg.pipeline_parallel_size, ranks.world_size())
+    copies = ranks.world_size() // (cfg.pipeline_parallel_size * tp)  # ranks that hold the same weights
+    shards = cp if spec.engine in ("none", "ddp") else copies
     if spec.in_groups:
-        local_size = ranks.local_rank_and_size()[1]
-        shards = ranks.run_on_rank0(lambda: cfg.shard_size(world_size, local_size))
-    group = dist.new_subgroups(cp, timeout=ranks.COLLECTIVE_TIMEOUT)[0] if cp > 1 else None
+        local_size = max(1, ranks.local_rank_and_size()[1] // tp)
+        shards = ranks.run_on_rank0(lambda: cfg.shard_size(copies, local_size))
+    timeout = {"timeout": ranks.COLLECTIVE_TIMEOUT}
+    same_part = [[*range(part, copies * tp, tp)] for part in range(tp)]
     return Topology(
         rank=ranks.rank(),
         nodes=ranks.num_nodes(),
-        replicate=world_size // shards,
+        replicate=copies // shards,
         shard=shards // cp,
         cp=cp,
-        context_group=group,
+        tp=tp,
+        context_group=dist.new_subgroups(cp, **timeout)[0] if cp > 1 else None,
+        tensor_group=dist.new_subgroups(tp, **timeout)[0] if tp > 1 else None,
+        sum_group=dist.new_subgroups_by_enumeration(same_part, **timeout)[0] if tp > 1 else None,
         **pipeline,
     )
 

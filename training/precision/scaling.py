@@ -71,7 +71,10 @@ class DelayedScalingState(Scaling):
         """
         strategy, wrapped = self.strategy, self.wrapped
         # A part of a sequence that ranks share would need all of them to agree on it.
-        inputs = batch.inputs if strategy.topology.cp > 1 else first_tokens(batch.inputs)
+        # Tensor parallelism needs equal parts of them.
+        multiple = 128 * strategy.topology.tp
+        limit = CALIBRATION_TOKENS // multiple * multiple
+        inputs = batch.inputs if strategy.topology.cp > 1 else first_tokens(batch.inputs, limit)
         devices = [strategy.device] if strategy.device.type == "cuda" else []
         # Attention kernels advance the RNG even without dropout.
         with torch.random.fork_rng(devices):

@@ -29,7 +29,7 @@ TOKEN = 2 * 8192  # bytes of a token's hidden values: Llama 70B
 
 def split(layout: Layout, gpus: int = 64, mode: str = "fsdp_grad", **settings) -> TrainingSetup:
     defaults = {"mixed_precision": "bf16", "batch_size": 1, "gradient_accumulation_steps": 16}
-    defaults["context_parallel_size"] = layout.cp
+    defaults |= {"context_parallel_size": layout.cp, "tensor_parallel_size": layout.tp}
     return replace(setup_of(70.0, mode, gpus, **defaults | settings), layout=layout)
 
 

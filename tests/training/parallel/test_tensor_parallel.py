@@ -1,0 +1,133 @@
+"""Whole runs with tensor parallelism over gloo on the CPU, with emulated TE layers, against one rank."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fp8_suite.core.errors import UserError
+from fp8_suite.te_models.presets import PRESETS
+from fp8_suite.te_models.shape import ModelShape
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.estimate.tensor_parallel import refuse_settings, refuse_sizes
+
+from tests.children import preload
+from tests.training.parallel import jobs
+from tests.training.parallel.jobs import checkpoint, curve, exported, same_bits, saved, train
+from tests.training.parallel.test_multi_gpu import same_run
+
+preload(__name__)
+TE = "--use_te --max_steps 4 --mixed_precision"
+TP = "--tensor_parallel_size 2 --sharding_mode"
+FP8 = f"{TE} fp8 --fp8_scenario"
+UNTIED = "--model_name untied --init random --tokenizer_name demo"
+
+
+@pytest.fixture(autouse=True)
+def no_process_left() -> Iterator[None]:
+    yield
+    jobs.children.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Callable[..., Path]:
+    """Return a run with checkpoints, trained once for each set of flags; `untied` is a model."""
+    done: dict[str, Path] = {}
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text(json.dumps(PRESETS["tiny-llama"] | {"tie_word_embeddings": False}))
+
+    def run_once(flags: str, *, ranks: int = 1) -> Path:
+        if flags not in done:
+            folder = tmp_path_factory.mktemp("runs") / "run"
+            there = flags.replace("untied", str(model))
+            done[flags] = train(folder, f"{there} --save_interval 2", ranks=ranks).folder
+        return done[flags]
+
+    return run_once
+
+
+@pytest.mark.parametrize(
+    ("flags", "sharding", "ranks", "rel"),
+    [
+        (f"{TE} bf16 {UNTIED} --recompute cheap", "ddp", 2, 1e-3),
+        (f"{TE} bf16 --no_packing --gradient_accumulation_steps 2", "ddp", 2, 1e-3),
+        (f"{TE} bf16 --model_name tiny-qwen2 --recompute mlp", "fsdp_full", 2, 1e-3),
+        (f"{TE} bf16 --model_name tiny-qwen3", "fsdp_grad --batch_size 1", 4, 1e-3),
+        (f"{FP8} delayed --recompute layer", "ddp", 2, 1e-2),
+        (f"{FP8} current --no_packing --recompute full", "ddp --batch_size 1", 4, 2e-2),
+        (f"{FP8} block --model_name tiny-qwen3", "hsdp --hsdp_shard_size 1 --batch_size 1", 4, 1e-2),
+    ],
+)
+def test_a_run_whose_ranks_share_layers_is_that_of_one_rank(flags, sharding, ranks, rel, run):
+    same_run(run(f"{flags} {TP} {sharding}", ranks=ranks), run(flags), rel=rel)
+
+
+def rest(folder: Path) -> dict[int, float]:
+    return {step: loss for step, loss in curve(folder).items() if step > 2}
+
+
+def test_a_checkpoint_resumes_bit_for_bit_and_in_another_layout(run, tmp_path):
+    """Moments in blocks and scaling state follow: 4 ranks -> the same, one, FSDP; one rank -> two."""
+    flags = f"{FP8} delayed {UNTIED} --moment_dtype fp8"
+    layout = f"{TP} fsdp_full --batch_size 1"
+    shared, whole = run(f"{flags} {layout}", ranks=4), run(flags)
+    model = jobs.record(whole, "settings.json")["model_name"]
+    resumed = {
+        "same": (shared, layout, 4),
+        "one": (shared, "", 1),
+        "fsdp": (shared, "--sharding_mode fsdp_full --batch_size 1", 2),
+        "shared": (whole, f"{TP} ddp", 2),
+    }
+    for name, (origin, sharding, ranks) in resumed.items():
+        again = f"{flags} {sharding} --resume {checkpoint(origin, 2)}".replace("untied", model)
+        folder = train(tmp_path / name, again, ranks=ranks).folder
+        if name == "same":
+            assert curve(folder) == rest(origin) and same_bits(exported(folder), exported(origin))
+        else:
+            assert curve(folder) == pytest.approx(rest(origin), rel=1e-2), name
+
+
+def test_checkpoints_are_the_same_bits_in_any_layout(run, tmp_path):
+    """Resume at the end of a run, without further steps: shared -> whole -> shared."""
+    flags = f"{TE} bf16 {UNTIED} --moment_dtype fp8 --no_export"
+    origin = run(f"{flags} {TP} fsdp_full --batch_size 1", ranks=4)
+    model, expected = jobs.record(origin, "settings.json")["model_name"], saved(origin, 4)
+    assert any(name.endswith("_exponents") for name in expected)
+    for number, (sharding, ranks) in enumerate([("", 1), (f"{TP} ddp", 2)]):
+        again = f"{flags} {sharding} --resume {checkpoint(origin, 4)}".replace("untied", model)
+        origin = train(tmp_path / str(number), again, ranks=ranks).folder
+        assert same_bits(saved(origin, 4), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        ({"use_te": False}, {"use_te"}),
+        ({"sharding_mode": "ds_zero2"}, {"sharding_mode"}),
+        ({"context_parallel_size": 2}, {"context_parallel_size"}),
+        ({"lora_rank": 8}, {"lora_rank"}),
+        ({"offload_optimizer": True}, {"offload_optimizer"}),
+        ({"mixed_precision": "fp8", "fp8_lm_head": True}, {"fp8_lm_head"}),
+        ({"tensor_parallel_size": 3}, set()),
+        ({"tensor_parallel_size": 4}, set()),
+        ({"moment_dtype": "fp8"}, {"moment_dtype"}),
+    ],
+)
+def test_what_cannot_run_is_refused(settings, flags):
+    shape = ModelShape(64, 2, 8, 2, 8, 128, 256)  # 32 columns of the output projection on each of two ranks
+    with pytest.raises(UserError) as refused:
+        cfg = config_from_dict({"use_te": True, "tensor_parallel_size": 2} | settings)
+        refuse_settings(cfg)
+        refuse_sizes(cfg, shape, 12, 12)
+    assert refused.value.flags == {"tensor_parallel_size"} | flags
+
+
+def test_sizes_must_divide_the_vocabulary_and_the_ranks():
+    cfg = config_from_dict({"use_te": True, "tensor_parallel_size": 2})
+    for shape in (ModelShape(64, 2, 8, 2, 8, 128, 257), ModelShape(64, 2, 8, 2, 8, 48, 256)):
+        with pytest.raises(UserError) as refused:
+            refuse_sizes(cfg, shape, 2, 2)
+        assert refused.value.flags == {"tensor_parallel_size"}
+    with pytest.raises(UserError) as refused:
+        cfg.sharding.data_ranks(3)
+    assert refused.value.flags == {"tensor_parallel_size"}
