@@ -66,6 +66,8 @@ MACHINE = (
     *("attention_backend", "emulated", "sharding_mode", "world_size", "nodes"),
 )
 
+AXES = {"CP": "context_parallel_size", "TP": "tensor_parallel_size", "PP": "pipeline_parallel_size"}
+
 
 def report_tables(runs: list[RunRecord], price_per_gpu_hour: float | None = None) -> dict[str, Table]:
     """Return the tables by name. Those of losses and coverage exist only if a run recorded them."""
@@ -105,8 +107,15 @@ def _run_columns(runs: list[RunRecord], price: float | None) -> Columns:
         **metric_columns("train/tokens_per_step", "train/tokens_seen"),
         "GPUs": (lambda run: run.gpus or None, "{}"),
         "mode": (lambda run: run.mode, "{}"),
+        **{axis: (lambda run, flag=flag: _parallel(run, flag), "{}") for axis, flag in AXES.items()},
         "model": ("model_name", "{}"),
     }
+
+
+def _parallel(run: RunRecord, flag: str) -> int | None:
+    """Return the size of a parallel axis; None if it is 1, so that tables leave out axes of no run."""
+    size = run.config.get(flag, 1)
+    return size if size > 1 else None
 
 
 HOURS: Columns = {

@@ -189,6 +189,14 @@ def test_speed_is_drawn_over_lengths_and_gpus_of_the_same_work(tmp_path):
     assert figures.scaling(runs[:1], "GPUs") == {}
 
 
+def test_parallel_axes_are_columns_if_a_run_has_them(tmp_path):
+    sizes = {"context_parallel_size": 2, "pipeline_parallel_size": 4}
+    runs = [rated(tmp_path / "data", 8, 2.0), rated(tmp_path / "all", 8, 1.0, **sizes)]
+    table = report_tables(runs)["runs"]
+    columns = dict(zip(table.headings, zip(*table.rows, strict=True), strict=True))
+    assert columns["CP"] == (None, 2) and columns["PP"] == (None, 4) and "TP" not in columns
+
+
 def test_thinning_keeps_the_extremes_of_a_long_curve():
     series = [(i, 1.0) for i in range(100_000)]
     series[54_321], series[77_777] = (54_321, 50.0), (77_777, -50.0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from fp8_suite.core.errors import bad_setting, counted
 from fp8_suite.training.config import Config
-from fp8_suite.training.optim.settings import parse_batch_ramp
+from fp8_suite.training.optim.settings import BATCH, parse_batch_ramp
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,9 @@ def ramp_sequences(cfg: Config, batch: int, ranks: int) -> list[int]:
         fitting = [n for n in range(1, batch) if not any(size % (n * length * ranks) for size in sizes)]
         way_out = f"--batch_size {fitting[-1]}" if fitting else f"'{_dividing(ramp, unit)}'"
         reason = f"tokens per step must be multiples of {unit:,} ({micro_batch}); use {way_out}"
+        raise bad_setting(reason, batch_ramp=ramp)
+    if sizes[-1] // unit > BATCH["maximum"]:
+        reason = f"more than {BATCH['maximum']:,} micro-batches per step; check its units"
         raise bad_setting(reason, batch_ramp=ramp)
     return [size // length for size in sizes]
 

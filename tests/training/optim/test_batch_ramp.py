@@ -94,6 +94,7 @@ def test_on_more_ranks_a_smaller_micro_batch_keeps_the_ramp():
     [
         ({"batch_ramp": LLAMA_3, "global_batch_size": 8}, {"batch_ramp", "global_batch_size"}),
         ({"batch_ramp": "512:0", "gradient_accumulation_steps": 2}, {"gradient_accumulation_steps"}),
+        ({"batch_ramp": "512:0 512T:1M"}, {"batch_ramp"}),
         ({"lr_scheduler": "linear", "decay_ratio": 0.3}, {"decay_ratio", "lr_scheduler"}),
         ({"lr_scheduler": "wsd", "decay_ratio": 0.9, "warmup_ratio": 0.2}, {"decay_ratio", "warmup_ratio"}),
     ],
