@@ -10,8 +10,10 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -23,6 +25,7 @@ from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.watchdog import Watchdog
 from fp8_suite.training.precision.scaling import scaling_state
 from fp8_suite.training.prepare import prepare
+from torch.distributed.pipelining import schedules
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> float:
@@ -47,8 +50,41 @@ def execute(name: str, flags: str, folder: Path, device: torch.device, watchdog:
         (folder / f"{name}.ranks.json").write_text(json.dumps(states))
 
 
+class ThroughHost:
+    """A transfer between two ranks of a tensor on the GPU, which Gloo moves in host memory only."""
+
+    def __init__(self, transfer: Callable, tensor: torch.Tensor, **peer: Any):
+        self.tensor, self.receives = tensor.detach(), "src" in peer or "group_src" in peer
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype) if self.receives else self.tensor.cpu()
+        self.work = transfer(self.host, **peer)
+
+    def wait(self) -> None:
+        if self.work is not None and not isinstance(self.work, int):
+            self.work.wait()
+        if self.receives:
+            self.tensor.copy_(self.host)
+
+
+def send_through_host() -> None:
+    """Let pipelines run through Gloo."""
+
+    def batch(ops: list[dist.P2POp], desc: str | None = None) -> list[ThroughHost]:
+        peers = ("group_dst" if op.op is dist.isend else "group_src" for op in ops)
+        return [
+            ThroughHost(op.op, op.tensor, group=op.group, **{peer: op.group_peer})
+            for op, peer in zip(ops, peers, strict=True)
+        ]
+
+    def blocking(transfer: Callable) -> Callable:
+        return lambda tensor, **peer: ThroughHost(transfer, tensor, **peer).wait()
+
+    schedules._batch_p2p = batch
+    dist.send, dist.recv = blocking(dist.send), blocking(dist.recv)
+
+
 def join_on_one_gpu() -> torch.device:
     """Join torchrun's job with all ranks on the first GPU."""
+    send_through_host()
     initialize = dist.init_process_group
 
     def with_gloo(backend: str, *, device_id: torch.device | None, **arguments) -> None:
