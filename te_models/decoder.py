@@ -224,9 +224,9 @@ class TECausalLM(nn.Module):
         """
         if not self.native_options.cache_fp8_weights:
             return
-        for layer, level in zip(self.layers, self.recompute, strict=True):
+        for number, layer in self.layers.named_children():
             for module in layer.modules():
-                if level == "none" and hasattr(type(module), "is_fsdp2"):
+                if self.recompute[int(number)] == "none" and hasattr(type(module), "is_fsdp2"):
                     module._is_fsdp2 = False  # TE's cached answer to "is this module sharded?"
 
     def forward(
@@ -236,12 +236,16 @@ class TECausalLM(nn.Module):
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-    ) -> TokenLoss:
+        **part: Any,
+    ) -> TokenLoss | Tensor:
         """Return loss and correct predictions, summed over label tokens.
 
-        `labels` [B, S] int64 are already shifted; -100 means no loss. Other inputs: `hidden_states`.
+        `labels` [B, S] int64 are already shifted; -100 means no loss. Other inputs: `hidden_states`. With a
+        `stage` other than the last, the result is that of `hidden_states`.
         """
-        hidden = self.hidden_states(input_ids, position_ids, cu_seqlens, max_seqlen)
+        hidden = self.hidden_states(input_ids, position_ids, cu_seqlens, max_seqlen, **part)
+        if part and part["stage"].stop < self.config.num_hidden_layers:
+            return hidden
         if self._as_columns(input_ids, cu_seqlens):
             labels = labels.t()
         return self.token_loss(hidden, labels)

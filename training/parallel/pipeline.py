@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fp8_suite.te_models.kernels.loss import TokenLoss
-from fp8_suite.training.optim.accumulation import MainGradAccumulator, gradient_of
-from fp8_suite.training.parallel.strategies import Strategy
+from fp8_suite.training.optim.accumulation import gradient_of
+from fp8_suite.training.optim.adamw import local
+from fp8_suite.training.parallel.fsdp import FSDP
+from fp8_suite.training.parallel.strategies import StepOutcome, Strategy
 from fp8_suite.training.parallel.topology import Topology
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -24,12 +26,12 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 Inputs = dict[str, Any]  # of the model, see `data.collate.Batch`
 
 
-class PipelineStrategy(Strategy):
-    """Pipelines of a whole model each; their gradients are averaged after a step's last micro-batch."""
+class _Pipelined(Strategy):
+    """The part of a strategy that is the same in all sharding modes."""
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         super().wrap(model, optimizer)
-        return Pipeline(model, self.topology, self.device)
+        return Pipeline(model, self.topology, self.device, self.before_last_backward)
 
     def run_pipeline(
         self,
@@ -42,26 +44,25 @@ class PipelineStrategy(Strategy):
 
         Backward runs on each micro-batch's loss, summed over its label tokens, times `factor`.
         """
-        if isinstance(self.gradient_sums, MainGradAccumulator):
-            self.gradient_sums.begin_pipeline()
+        self.before_step(model.model)
         if self.loss_scale:
             factor = factor * self.loss_scale.value
         loss_sum = model.train_on([batch.inputs for batch in micro_batches], autocast, factor)
-        self._exchange_gradients(model.model)
+        self.exchange_gradients(model.model)
+        if model.model.tied and (ends := self.topology.ends_group):  # both hold a copy of the weight
+            dist.all_reduce(local(gradient_of(model.model.embed_tokens.weight)), group=ends)
         return loss_sum
 
-    def _exchange_gradients(self, model: nn.Module) -> None:
-        """Average gradients over the ranks with the same layers, and add those of a tied weight's copies."""
-        if (size := self.topology.sum_size) > 1:
-            gradients = [g for p in model.parameters() if (g := gradient_of(p)) is not None]
-            torch._foreach_div_(gradients, size)
-            group = self.topology.stage_group
-            for exchange in [dist.all_reduce(g, group=group, async_op=True) for g in gradients]:
-                exchange.wait()
-        if model.tied and (ends := self.topology.ends_group):
-            dist.all_reduce(gradient_of(model.embed_tokens.weight), group=ends)
+    def before_step(self, model: nn.Module) -> None:
+        """Prepare the gradients of all micro-batches."""
 
-    def step(self, model: Pipeline, *args: Any, **kwargs: Any) -> Any:
+    def before_last_backward(self, model: nn.Module, layers: range) -> None:
+        """Prepare a stage's backward pass of a step's last micro-batch."""
+
+    def exchange_gradients(self, model: nn.Module) -> None:
+        """Average gradients over the ranks with the same layers, unless backward has done so."""
+
+    def step(self, model: Pipeline, *args: Any, **kwargs: Any) -> StepOutcome:
         return super().step(model.model, *args, **kwargs)
 
     def count_parameters(self, model: nn.Module) -> int:
@@ -74,9 +75,46 @@ class PipelineStrategy(Strategy):
         return [parameter for parameter in model.parameters() if parameter is not copy]
 
     def total_norm(self, norm: Tensor) -> Tensor:
-        square = norm.square()
+        square = super().total_norm(norm).square()
         dist.all_reduce(square, group=self.topology.pipeline_group)
         return square.sqrt()
+
+
+class PipelineDDP(_Pipelined):
+    """Pipelines of a whole model each. Gradients are averaged after a step's last micro-batch."""
+
+    def before_step(self, model: nn.Module) -> None:
+        if self.gradient_sums:
+            self.gradient_sums.begin_pipeline()
+
+    def exchange_gradients(self, model: nn.Module) -> None:
+        size, group = self.topology.sum_size, self.topology.stage_group
+        if size > 1:
+            gradients = [g for p in model.parameters() if (g := gradient_of(p)) is not None]
+            torch._foreach_div_(gradients, size)
+            for exchange in [dist.all_reduce(g, group=group, async_op=True) for g in gradients]:
+                exchange.wait()
+
+
+class PipelineFSDP(_Pipelined, FSDP):
+    """Pipelines whose stages are sharded over the ranks with the same layers."""
+
+    def before_step(self, model: nn.Module) -> None:
+        self.gradient_sums.begin_micro_batch(first=False, last=False)
+        self._reduce_gradients(model, False)
+        for block in model.blocks:
+            self._reduce_gradients(block, False)
+
+    def before_last_backward(self, model: nn.Module, layers: range) -> None:
+        if model.embeds == (layers.start == 0):  # a stage with what is not in layers, or on a rank without it
+            self._reduce_gradients(model, True)
+        for i in layers:
+            self._reduce_gradients(model.layers[i], True)
+
+    def _reduce_gradients(self, module: nn.Module, reduces: bool) -> None:
+        module.set_requires_gradient_sync(reduces, recurse=False)
+        if self.gathers_once:
+            module.set_reshard_after_backward(reduces, recurse=False)
 
 
 class Pipeline(nn.Module):
@@ -85,10 +123,16 @@ class Pipeline(nn.Module):
     Called as the model is, for evaluation.
     """
 
-    def __init__(self, model: nn.Module, topology: Topology, device: torch.device):
+    def __init__(
+        self,
+        model: nn.Module,
+        topology: Topology,
+        device: torch.device,
+        before_last_backward: Callable[[nn.Module, range], None],
+    ):
         super().__init__()
         self.model, self.topology, self.device = model, topology, device
-        self.stages = [Stage(model, layers) for layers in model.stages]
+        self.stages = [Stage(model, layers, before_last_backward) for layers in model.stages]
         # Numbers of micro-batches and of tokens, and their schedule, by "has backward".
         self.schedules: dict[bool, tuple[tuple[int, int], Any]] = {}
         # Communicators of NCCL are created by a collective of all ranks.
@@ -106,7 +150,7 @@ class Pipeline(nn.Module):
         # Interleaved micro-batches come in rounds of `pp`. An epoch's last step may have any number of them.
         rest = len(inputs) % self.topology.pp if len(self.stages) > 1 else 0
         for part in filter(None, (inputs[: len(inputs) - rest], inputs[len(inputs) - rest :])):
-            self._run(part, autocast, factor, first=part[0] is inputs[0])
+            self._run(part, autocast, factor, first=part[0] is inputs[0], last=part[-1] is inputs[-1])
         return self._sums().loss
 
     def _run(
@@ -116,6 +160,7 @@ class Pipeline(nn.Module):
         factor: Tensor | float | None,
         *,
         first: bool = False,
+        last: bool = False,
     ) -> None:
         trains, tokens = factor is not None, max(arguments["input_ids"].numel() for arguments in inputs)
         (_, most), schedule = built = self.schedules.get(trains, ((0, 0), None))
@@ -124,7 +169,7 @@ class Pipeline(nn.Module):
             schedule = self._build_schedule(*size, trains=trains)
             self.schedules[trains] = size, schedule
         for stage in self.stages:
-            stage.begin(inputs, autocast, factor, tokens=size[1], first=first)
+            stage.begin(inputs, autocast, factor, tokens=size[1], first=first, last=last)
         # Each stage has its inputs. The loss function gets a part of `target` per micro-batch.
         schedule.step(target=torch.zeros(len(inputs)) if trains else None)
         self.model.first_micro_batch = None
@@ -167,9 +212,11 @@ class Pipeline(nn.Module):
 class Stage(nn.Module):
     """Layers of one stage, as torch's schedules call them: micro-batch after micro-batch."""
 
-    def __init__(self, model: nn.Module, layers: range):
+    def __init__(
+        self, model: nn.Module, layers: range, before_last_backward: Callable[[nn.Module, range], None]
+    ):
         super().__init__()
-        self.model, self.layers = model, layers
+        self.model, self.layers, self.before_last_backward = model, layers, before_last_backward
         self.results: list[TokenLoss] = []
 
     def begin(
@@ -180,30 +227,32 @@ class Stage(nn.Module):
         *,
         tokens: int,
         first: bool,
+        last: bool,
     ) -> None:
         """Set the inputs of the next calls, whose activations are sent as `tokens` rows.
 
-        `first` if they begin a step. Without `factor` there is no backward.
+        They begin a step if `first`, and end it if `last`. Without `factor` there is no backward.
         """
         self.inputs = enumerate(inputs, start=0 if first else 1)
+        self.last_inputs = inputs[-1] if last else None
         self.autocast, self.factor, self.tokens = autocast, factor, tokens
 
     def forward(self, *received: Tensor) -> Tensor:
         """Map activations [T, D] of the stage before to this stage's, or, in the last, to the loss [1]."""
         number, inputs = next(self.inputs)
-        labels = inputs["labels"]
-        arguments = {name: value for name, value in inputs.items() if name != "labels"}
+        size = inputs["labels"].numel()
         if self.factor is not None:
             self.model.first_micro_batch = number == 0
         with self.autocast():
-            hidden = received[0][: labels.numel()] if received else None
-            hidden = self.model.hidden_states(**arguments, stage=self.layers, hidden=hidden)
-            if self.layers.stop < self.model.config.num_hidden_layers:
-                missing = self.tokens - len(hidden)
-                return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
-            result = self.model.token_loss(hidden, labels)
-        self.results.append(TokenLoss(*(value.detach() for value in result)))
-        return (result.loss * (1.0 if self.factor is None else self.factor))[None]
+            result = self.model(**inputs, stage=self.layers, hidden=received[0][:size] if received else None)
+        if isinstance(result, TokenLoss):
+            self.results.append(TokenLoss(*(value.detach() for value in result)))
+            output = (result.loss * (1.0 if self.factor is None else self.factor))[None]
+        else:
+            output = F.pad(result, (0, 0, 0, self.tokens - size)) if size < self.tokens else result
+        if inputs is self.last_inputs:
+            output.register_hook(lambda _: self.before_last_backward(self.model, self.layers))
+        return output
 
     def take_sums(self) -> Tensor:
         """Return loss and correct predictions [2] since the last call, in float64."""

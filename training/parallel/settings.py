@@ -139,8 +139,8 @@ def refused_in_pipelines(s: Any) -> Iterator[tuple[str, str]]:
         return
     if not s.use_te:
         yield f"{size} use_te", "layers of Hugging Face are not cut into stages; add --use_te"
-    if s.sharding_mode not in (AUTO, "ddp"):
-        yield f"{size} sharding_mode", "pipelines are copied, not sharded; use ddp"
+    if s.sharding_mode in DEEPSPEED_MODES:
+        yield f"{size} sharding_mode", "DeepSpeed runs no pipelines; choose ddp, fsdp_full, fsdp_grad or hsdp"
     if s.context_parallel_size > 1:
         yield f"{size} context_parallel_size", "not available together; drop one of the two"
     for name in (

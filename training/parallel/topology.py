@@ -83,9 +83,9 @@ class Topology:
     def fsdp_mesh(self, device_type: str) -> DeviceMesh:
         """Return the mesh of FSDP2: `shard`, before it `replicate` if there are copies. Collective."""
         shards = self.shard * self.cp
-        if self.tp > 1:
-            names = ("replicate", "shard", "tp")
-            mesh = init_device_mesh(device_type, (self.replicate, shards, self.tp), mesh_dim_names=names)
+        if self.pp * self.tp > 1:
+            sizes = {"pp": self.pp, "replicate": self.replicate, "shard": shards, "tp": self.tp}
+            mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             return mesh["shard"] if self.replicate == 1 else mesh["replicate", "shard"]
         if self.replicate == 1:
             return init_device_mesh(device_type, (shards,), mesh_dim_names=("shard",))

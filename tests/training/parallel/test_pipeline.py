@@ -73,11 +73,35 @@ def test_a_pipeline_is_the_run_of_one_rank_bit_for_bit(flags, pipeline, untied, 
 
 
 @pytest.mark.parametrize(
+    ("flags", "pipeline"),
+    [
+        (f"{TE} bf16 --sharding_mode fsdp_full", PP),  # an epoch
+        (f"{FP8} current --sharding_mode fsdp_grad", f"{PP} --virtual_stages 2"),
+        (f"{FP8} delayed --sharding_mode fsdp_full", PP),
+    ],
+)
+def test_sharded_pipelines_are_the_run_of_sharded_ranks_bit_for_bit(flags, pipeline, untied, tmp_path):
+    flags = f"{flags} {untied} {UNCLIPPED}"
+    two, four = (
+        train(tmp_path / str(ranks), f"{flags} {layout}", ranks=ranks).folder
+        for ranks, layout in ((2, ""), (4, pipeline))
+    )
+    assert curve(four) == curve(two) and curve(four, "eval/loss") == curve(two, "eval/loss")
+    assert same_bits(exported(four), exported(two))
+
+
+@pytest.mark.parametrize(
     ("flags", "pipeline", "ranks", "rel"),
     [
         (f"{TE} bf16 --max_steps 4", PP, 2, 1e-4),
         (f"{FP8} delayed", "--pipeline_parallel_size 3", 3, 1e-3),
         (f"{TE} bf16 --max_steps 4", f"{PP} --gradient_accumulation_steps 2", 4, 1e-3),
+        (
+            f"{TE} bf16 --max_steps 4",
+            f"{PP} --gradient_accumulation_steps 2 --sharding_mode hsdp --hsdp_shard_size 2",
+            4,
+            1e-3,
+        ),
         (f"{TE} fp16 --max_steps 4", PP, 2, 1e-3),
     ],
 )
@@ -99,6 +123,7 @@ def test_a_run_resumes_bit_for_bit_and_in_another_layout(precision, reference, t
         "on one": (shared, "", 1),
         "sharded": (shared, "--sharding_mode fsdp_full --gradient_accumulation_steps 2", 2),
         "cut": (whole, PP, 2),
+        "both": (shared, f"{PP} --sharding_mode fsdp_full --gradient_accumulation_steps 2", 4),
         "on three": (whole, "--pipeline_parallel_size 3", 3),
     }
     for name, (origin, layout, ranks) in resumed.items():
