@@ -60,7 +60,8 @@ def best_layouts(cfg: Config, gpu: Gpu, layout: Layout, *, gpus: int, **cluster:
 
 def trains(cfg: Config, layout: Layout) -> bool:
     """True if training runs this layout."""
-    return layout.pp == 1 and (layout.tp == 1 or not (layout.cp > 1 or cfg.precision.fp8_lm_head))
+    axes = [size > 1 for size in (layout.cp, layout.tp, layout.pp)]
+    return sum(axes) < 2 and not (layout.tp > 1 and cfg.precision.fp8_lm_head)
 
 
 def _layouts(cfg: Config, fixed: Layout, gpus: int, per_node: int) -> Iterator[Layout]:

@@ -45,7 +45,7 @@ GPU_FLAGS = {
     "link_gbs": ("link_bandwidth", 1e9, "for another GPU: NVLink or PCIe bandwidth in GB/s, one direction"),
 }
 LAYOUT_FLAGS = {
-    "pipeline_parallel_size": "ranks that share the layers; training runs it under ddp",
+    "pipeline_parallel_size": "ranks that share the layers",
     "virtual_stages": "pipeline stages per rank; more than 1: interleaved 1F1B",
 }
 LARGEST = 1e18  # number in a flag
@@ -168,11 +168,8 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     if not costs_of(setup.recipe).measured:
         rates = "its time is computed with the rates of delayed scaling"
         lines += ["", f"{setup.recipe} was not measured; {rates}."]
-    if setup.layout.pp > 1 or (setup.layout.tp > 1 and setup.layout.cp > 1):
-        lines += [
-            "",
-            "Training runs pipelines under ddp only, and tensor parallelism with no other axis.",
-        ]
+    if sum(size > 1 for size in (setup.layout.cp, setup.layout.tp, setup.layout.pp)) > 1:
+        lines += ["", "Training runs only one of context, tensor and pipeline parallelism."]
     if any(plan.setup.nodes > 1 for plan in plans):
         lines += ["", "More than one node was not measured; docs/plan.md lists the assumptions."]
     return lines
