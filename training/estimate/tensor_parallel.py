@@ -56,6 +56,7 @@ def refuse_sizes(cfg: Config, shape: ModelShape, gpus: int, gpus_per_node: int) 
     """Raise UserError for a number of ranks that cannot share this model's layers."""
     if (size := cfg.sharding.tensor_parallel_size) == 1:
         return
+    cfg.sharding.data_ranks(gpus)
     check_layout(Layout(tp=size), shape, gpus, gpus_per_node, cfg.data.max_seq_length)
     part = rank_shape(cfg, shape)
     widths = part.num_heads * part.head_dim, part.ffn_hidden_size
