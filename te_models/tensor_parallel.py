@@ -117,9 +117,8 @@ class TensorParallel:
         """Return the whole weight on every rank. Collective."""
         if region is None:
             return part
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, part.contiguous(), group=self.group)
-        return region.join(parts)
+        parts = gather_tokens(part.detach()[None], self.group)  # [N, ...]
+        return region.join(list(parts))
 
     def embed(self, embedding: nn.Embedding, tokens: Tensor) -> Tensor:
         """Look up tokens [T, ...] in a split vocabulary; return this rank's T/N embeddings [T/N, ..., D]."""
