@@ -94,7 +94,8 @@ def check_pipeline(layout: Layout, layers: int, micro_batches: int) -> None:
     if pp > 1 and (micro_batches < pp or (virtual > 1 and micro_batches % pp)):
         accumulation = max(1, round(micro_batches / pp)) * pp
         reason = f"a pipeline of {pp} ranks needs {'a multiple of' if virtual > 1 else 'at least'} {pp}"
-        reason += f" micro-batches per step; use --gradient_accumulation_steps {accumulation}"
+        way_out = f"use --gradient_accumulation_steps {accumulation}, or a smaller --batch_size"
+        reason += f" micro-batches per step; {way_out}"
         settings = {"gradient_accumulation_steps": micro_batches, "pipeline_parallel_size": pp}
         raise bad_setting(reason, **settings)
 

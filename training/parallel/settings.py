@@ -105,9 +105,8 @@ class ShardingConfig(Section):
         for name in ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"):
             if ranks % (size := getattr(self, name)):
                 fitting = [n for n in range(2, ranks + 1) if ranks % n == 0]
-                way_out = (
-                    f"use {' or '.join(map(str, fitting))}" if fitting else "start several with torchrun"
-                )
+                numbers = f"use {' or '.join(map(str, fitting))}"
+                way_out = numbers if fitting else "use 1, or start several with torchrun"
                 raise bad_setting(f"does not divide {counted(ranks, 'rank')}; {way_out}", **{name: size})
             ranks //= size
         return ranks
