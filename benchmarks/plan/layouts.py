@@ -60,9 +60,9 @@ def best_layouts(cfg: Config, gpu: Gpu, layout: Layout, *, gpus: int, **cluster:
 
 def trains(cfg: Config, layout: Layout) -> bool:
     """True if training runs this layout."""
-    axes = [size > 1 for size in (layout.cp, layout.tp, layout.pp)]
     has_layers = layout.pp * layout.virtual <= read_model(cfg.model.model_name).size.shape.num_layers
-    return sum(axes) < 2 and has_layers and not (layout.tp > 1 and cfg.precision.fp8_lm_head)
+    combines = layout.cp > 1 or layout.pp > 1 or cfg.precision.fp8_lm_head
+    return has_layers and not (layout.tp > 1 and combines)
 
 
 def _layouts(cfg: Config, fixed: Layout, gpus: int, per_node: int) -> Iterator[Layout]:

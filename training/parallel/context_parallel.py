@@ -146,7 +146,7 @@ def _attend(
     model: TECausalLM, q: Tensor, k: Tensor, v: Tensor, boundaries: list[int], qkv_format: str
 ) -> Tensor:
     """Run the first layer's attention on this rank's tokens, as the layer does."""
-    attention = model.layers[0].self_attention.core_attention
+    attention = next(iter(model.layers)).self_attention.core_attention
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=q.device)
     if qkv_format == "bshd":
         q, k, v = q[None], k[None], v[None]

@@ -140,8 +140,6 @@ def refused_in_pipelines(s: Any) -> Iterator[tuple[str, str]]:
         yield f"{size} use_te", "layers of Hugging Face are not cut into stages; add --use_te"
     if s.sharding_mode in DEEPSPEED_MODES:
         yield f"{size} sharding_mode", "DeepSpeed runs no pipelines; choose ddp, fsdp_full, fsdp_grad or hsdp"
-    if s.context_parallel_size > 1:
-        yield f"{size} context_parallel_size", "not available together; drop one of the two"
     for name in (
         "lora_rank",
         "offload_optimizer",

@@ -78,9 +78,10 @@ def test_a_pipeline_is_the_run_of_one_rank_bit_for_bit(flags, pipeline, untied, 
         (f"{TE} bf16 --sharding_mode fsdp_full", PP),  # an epoch
         (f"{FP8} current --sharding_mode fsdp_grad", f"{PP} --virtual_stages 2"),
         (f"{FP8} delayed --sharding_mode fsdp_full", PP),
+        (f"{FP8} delayed --sharding_mode fsdp_full --context_parallel_size 2", f"{PP} --virtual_stages 2"),
     ],
 )
-def test_sharded_pipelines_are_the_run_of_sharded_ranks_bit_for_bit(flags, pipeline, untied, tmp_path):
+def test_pipelines_of_several_ranks_are_the_run_of_those_ranks_bit_for_bit(flags, pipeline, untied, tmp_path):
     flags = f"{flags} {untied} {UNCLIPPED}"
     two, four = (
         train(tmp_path / str(ranks), f"{flags} {layout}", ranks=ranks).folder
@@ -151,7 +152,6 @@ def test_state_moves_between_layouts_bit_for_bit(untied, tmp_path):
     [
         ({"use_te": False}, {"pipeline_parallel_size", "use_te"}),
         ({"sharding_mode": "ds_zero2"}, {"pipeline_parallel_size", "sharding_mode"}),
-        ({"context_parallel_size": 2}, {"pipeline_parallel_size", "context_parallel_size"}),
         ({"lora_rank": 8}, {"pipeline_parallel_size", "lora_rank"}),
         ({"offload_optimizer": True}, {"pipeline_parallel_size", "offload_optimizer"}),
         ({"grad_reduce_dtype": "fp8"}, {"pipeline_parallel_size", "grad_reduce_dtype"}),
