@@ -279,12 +279,14 @@ class TECausalLM(nn.Module):
         """
         stage = self.stages[0] if stage is None else stage
         as_rows = self._as_rows(input_ids, cu_seqlens)
-        if hidden is not None:
+        if hidden is not None and not self.tensor:
             hidden = hidden.view(*input_ids.shape, -1)
-        elif self.tensor:
+        elif hidden is not None and self._as_columns(input_ids, cu_seqlens):
+            hidden = hidden.unflatten(0, (-1, len(input_ids)))  # [S/N, B, D]
+        elif hidden is None and self.tensor:
             tokens = input_ids.t() if self._as_columns(input_ids, cu_seqlens) else input_ids.flatten()
             hidden = self.tensor.embed(self.embed_tokens, tokens)  # [S/N, B, D] or [T/N, D]
-        else:
+        elif hidden is None:
             hidden = self.embed_tokens(input_ids)  # [B, S, D]
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()  # with a frozen embedding; the first layer then runs as the others

@@ -105,7 +105,7 @@ class TensorParallel:
     def regions(self, model: nn.Module) -> dict[str, Region]:
         """Return the regions of a TECausalLM's split parameters by name; all ranks hold the others."""
         kinds = {"embed_tokens.weight": (0, 1), "lm_head.weight": (0, 1)}
-        for i in range(len(model.layers)):
+        for i, _ in model.layers.named_children():
             kinds |= {f"layers.{i}.{name}": kind for name, kind in SPLIT.items()}
         return {
             name: Region.of(parameter, *kinds[name], self.size, self.rank)

@@ -88,7 +88,7 @@ class PipelineDDP(_Pipelined):
             self.gradient_sums.begin_pipeline()
 
     def exchange_gradients(self, model: nn.Module) -> None:
-        size, group = self.topology.sum_size, self.topology.stage_group
+        size, group = self.topology.sum_size, self.topology.sum_group or self.topology.stage_group
         if size > 1:
             gradients = [g for p in model.parameters() if (g := gradient_of(p)) is not None]
             torch._foreach_div_(gradients, size)
@@ -163,6 +163,7 @@ class Pipeline(nn.Module):
         last: bool = False,
     ) -> None:
         trains, tokens = factor is not None, max(arguments["input_ids"].numel() for arguments in inputs)
+        tokens //= self.topology.tp
         (_, most), schedule = built = self.schedules.get(trains, ((0, 0), None))
         size = len(inputs), max(tokens, most)  # buffers are for the longest micro-batch so far
         if built[0] != size:
@@ -240,7 +241,7 @@ class Stage(nn.Module):
     def forward(self, *received: Tensor) -> Tensor:
         """Map activations [T, D] of the stage before to this stage's, or, in the last, to the loss [1]."""
         number, inputs = next(self.inputs)
-        size = inputs["labels"].numel()
+        size = inputs["labels"].numel() // (self.model.tensor.size if self.model.tensor else 1)
         if self.factor is not None:
             self.model.first_micro_batch = number == 0
         with self.autocast():

@@ -134,8 +134,8 @@ class Strategy:
     def count_parameters(self, model: nn.Module) -> int:
         """Return the number of the unsharded model's parameters. Collective."""
         if self.tensor:
-            regions, parameters = model.regions, model.named_parameters()
-            return sum(regions.get(name, parameter).shape.numel() for name, parameter in parameters)
+            wholes = {id(p): model.regions.get(name, p) for name, p in model.named_parameters()}
+            return sum(wholes[id(p)].shape.numel() for p in self.counted(model))
         return sum(parameter.numel() for parameter in self.counted(model))
 
     def _norm_of_layers(self, model: nn.Module) -> Tensor:
@@ -145,8 +145,9 @@ class Strategy:
         """
         model = getattr(model, "module", model)  # in DDP
         split, whole = [], []
+        counted = set(map(id, self.counted(model)))
         for name, parameter in model.named_parameters():
-            if (gradient := gradient_of(parameter)) is not None:
+            if id(parameter) in counted and (gradient := gradient_of(parameter)) is not None:
                 (split if name in model.regions else whole).append(local(gradient))
         self.tensor.sum_gradients(whole)
         square = global_norm(split).square()
@@ -175,9 +176,10 @@ class Strategy:
         pipeline may have different sums; the largest counts.
         """
         total = self._all_reduce(tensor, dist.ReduceOp.SUM, self.topology.stage_group)
+        total = total / self.topology.tp if self.tensor else total
         if pipeline := self.topology.pipeline_group:
             return self._all_reduce(total, dist.ReduceOp.MAX, pipeline)
-        return total / self.topology.tp if self.tensor else total
+        return total
 
     def max(self, tensor: Tensor) -> Tensor:
         """Return the maximum over ranks; `tensor` is unchanged."""

@@ -102,7 +102,12 @@ def build_topology(cfg: ShardingConfig, mode: str) -> Topology:
         local_size = max(1, ranks.local_rank_and_size()[1] // tp)
         shards = ranks.run_on_rank0(lambda: cfg.shard_size(copies, local_size))
     timeout = {"timeout": ranks.COLLECTIVE_TIMEOUT}
-    same_part = [[*range(part, copies * tp, tp)] for part in range(tp)]
+    stage, world_size = copies * tp, ranks.world_size()
+    same_part = [
+        [*range(start + part, start + stage, tp)]
+        for start in range(0, world_size, stage)
+        for part in range(tp)
+    ]
     return Topology(
         rank=ranks.rank(),
         nodes=ranks.num_nodes(),
