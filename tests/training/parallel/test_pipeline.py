@@ -76,6 +76,7 @@ def test_a_pipeline_is_the_run_of_one_rank_bit_for_bit(flags, pipeline, untied, 
     ("flags", "pipeline"),
     [
         (f"{TE} bf16 --sharding_mode fsdp_full", PP),  # an epoch
+        (f"{FP8} delayed --no_packing --tensor_parallel_size 2", f"{PP} --virtual_stages 2"),
         (f"{FP8} current --sharding_mode fsdp_grad", f"{PP} --virtual_stages 2"),
         (f"{FP8} delayed --sharding_mode fsdp_full", PP),
         (f"{FP8} delayed --sharding_mode fsdp_full --context_parallel_size 2", f"{PP} --virtual_stages 2"),
@@ -137,13 +138,14 @@ def test_a_run_resumes_bit_for_bit_and_in_another_layout(precision, reference, t
 
 
 def test_state_moves_between_layouts_bit_for_bit(untied, tmp_path):
-    """Resume at the end of a run, without further steps: pp 2 -> 1 -> pp 3."""
+    """Resume at the end of a run, without further steps: pp 2 -> 1 -> pp 3 -> pp 2 x tp 2 -> 1."""
     flags = f"{TE} bf16 --max_steps 2 --no_export {untied}"
     folder = train(tmp_path / "run", f"{flags} {PP} --virtual_stages 2 --save_interval 2").folder
     expected = saved(folder, 2)
-    for ranks, layout in ((1, ""), (3, "--pipeline_parallel_size 3")):
+    layouts = ((1, ""), (3, "--pipeline_parallel_size 3"), (4, f"{PP} --tensor_parallel_size 2"), (1, ""))
+    for ranks, layout in layouts:
         again = f"{flags} {layout} --resume {checkpoint(folder, 2)}"
-        folder = train(tmp_path / str(ranks), again, ranks=ranks).folder
+        folder = train(folder.with_name(f"{folder.name}-{ranks}"), again, ranks=ranks).folder
         assert same_bits(saved(folder, 2), expected)
 
 
