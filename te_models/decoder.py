@@ -279,15 +279,7 @@ class TECausalLM(nn.Module):
         """
         stage = self.stages[0] if stage is None else stage
         as_rows = self._as_rows(input_ids, cu_seqlens)
-        if hidden is not None and not self.tensor:
-            hidden = hidden.view(*input_ids.shape, -1)
-        elif hidden is not None and self._as_columns(input_ids, cu_seqlens):
-            hidden = hidden.unflatten(0, (-1, len(input_ids)))  # [S/N, B, D]
-        elif hidden is None and self.tensor:
-            tokens = input_ids.t() if self._as_columns(input_ids, cu_seqlens) else input_ids.flatten()
-            hidden = self.tensor.embed(self.embed_tokens, tokens)  # [S/N, B, D] or [T/N, D]
-        elif hidden is None:
-            hidden = self.embed_tokens(input_ids)  # [B, S, D]
+        hidden = self._first_input(input_ids, cu_seqlens, hidden)
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()  # with a frozen embedding; the first layer then runs as the others
         if self.training and self.options.lora.lora_dropout:
@@ -319,6 +311,21 @@ class TECausalLM(nn.Module):
             hidden = self._run(self.layers[i], self.recompute[i], hidden, arguments)
         ends = stage.stop == self.config.num_hidden_layers
         return (self.norm(hidden) if ends else hidden).flatten(0, -2)
+
+    def _first_input(self, input_ids: Tensor, cu_seqlens: Tensor | None, received: Tensor | None) -> Tensor:
+        """Return the embeddings, or what a pipeline's stage `received` [T, D], in the first layer's shape.
+
+        It is [B, S, D]; under tensor parallelism, of N ranks, [S/N, B, D] or [T/N, D].
+        """
+        by_column = self._as_columns(input_ids, cu_seqlens)
+        if received is None and self.tensor is None:
+            return self.embed_tokens(input_ids)
+        if received is None:
+            tokens = input_ids.t() if by_column else input_ids.flatten()
+            return self.tensor.embed(self.embed_tokens, tokens)
+        if self.tensor is None:
+            return received.view(*input_ids.shape, -1)
+        return received.unflatten(0, (-1, len(input_ids))) if by_column else received
 
     def _as_rows(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> bool:
         """True if native attention reads a packed batch row by row: faster, if each row is one sequence."""
