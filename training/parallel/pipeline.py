@@ -248,7 +248,8 @@ class Stage(nn.Module):
             result = self.model(**inputs, stage=self.layers, hidden=received[0][:size] if received else None)
         if isinstance(result, TokenLoss):
             self.results.append(TokenLoss(*(value.detach() for value in result)))
-            output = (result.loss * (1.0 if self.factor is None else self.factor))[None]
+            # Not a view: the schedule detaches it in place, which frees its graph.
+            output = torch.stack([result.loss * (1.0 if self.factor is None else self.factor)])
         else:
             output = F.pad(result, (0, 0, 0, self.tokens - size)) if size < self.tokens else result
         if inputs is self.last_inputs:
