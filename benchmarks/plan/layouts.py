@@ -61,7 +61,7 @@ def best_layouts(cfg: Config, gpu: Gpu, layout: Layout, *, gpus: int, **cluster:
 def trains(cfg: Config, layout: Layout) -> bool:
     """True if training runs this layout."""
     has_layers = layout.pp * layout.virtual <= read_model(cfg.model.model_name).size.shape.num_layers
-    return has_layers and not (layout.tp > 1 and (layout.cp > 1 or cfg.precision.fp8_lm_head))
+    return has_layers and not (layout.tp > 1 and cfg.precision.fp8_lm_head)
 
 
 def _layouts(cfg: Config, fixed: Layout, gpus: int, per_node: int) -> Iterator[Layout]:

@@ -168,8 +168,6 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     if not costs_of(setup.recipe).measured:
         rates = "its time is computed with the rates of delayed scaling"
         lines += ["", f"{setup.recipe} was not measured; {rates}."]
-    if min(setup.layout.tp, setup.layout.cp) > 1:
-        lines += ["", "Training does not run context and tensor parallelism together."]
     if any(plan.setup.nodes > 1 for plan in plans):
         lines += ["", "More than one node was not measured; docs/plan.md lists the assumptions."]
     return lines

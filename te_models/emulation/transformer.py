@@ -36,12 +36,16 @@ class DotProductAttention(Fp8Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Map q [B, S, H, K], k and v [B, S, G, K] to [B, S, H*K]; or [T, ., K] with `cu_seqlens` [N+1]."""
         self.initialize(q.device)
+        if self.sequence_first and cu_seqlens is None:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+            return self._attend_rows(q, k, v, None).transpose(0, 1)
+        return self._attend_rows(q, k, v, cu_seqlens)
+
+    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         if self.context_group:
             boundaries = self.boundaries(q, cu_seqlens)
             flat = (x.flatten(0, -3) for x in (q, k, v))  # [T, ., K]
             return context.attend(*flat, boundaries, self.context_group).view(*q.shape[:-2], -1)
-        if self.sequence_first:
-            return self._attend(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
         if cu_seqlens is None:
             return self._attend(q, k, v)
         lengths = cu_seqlens.diff().tolist()
@@ -104,8 +108,11 @@ class MultiheadAttention(nn.Module):
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if group := self.core_attention.context_group:
-            places = context.positions(self.core_attention.boundaries(q, cu_seqlens), group)
-            angles = rope[places, 0].view(*q.shape[:-2], 1, -1)
+            columns = self.core_attention.sequence_first and cu_seqlens is None
+            rows = q.transpose(0, 1) if columns else q
+            places = context.positions(self.core_attention.boundaries(rows, cu_seqlens), group)
+            angles = rope[places, 0].view(*rows.shape[:-2], 1, -1)
+            angles = angles.transpose(0, 1) if columns else angles
         elif self.core_attention.sequence_first:
             angles = rope[: len(q)]  # [S, 1, 1, K]
         else:

@@ -37,7 +37,6 @@ def refuse_settings(cfg: Config) -> None:
         reason = "DeepSpeed does not share layers; choose ddp, fsdp_full, fsdp_grad or hsdp"
         raise bad_setting(reason, tensor_parallel_size=size, sharding_mode=mode)
     excluded = {
-        "context_parallel_size": cfg.sharding.context_parallel_size > 1,
         "lora_rank": cfg.lora.enabled,
         "offload_optimizer": cfg.sharding.offload_optimizer,
         "fp8_weights": cfg.precision.fp8_weights,

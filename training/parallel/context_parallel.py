@@ -6,6 +6,7 @@ Shapes: T tokens of whole sequences, H query heads, G key/value groups, K head s
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +35,8 @@ def comm_type(cfg: ShardingConfig, shape: ModelShape, backend: str | None) -> st
     """
     if (size := cfg.context_parallel_size) == 1:
         return None
+    tp = cfg.tensor_parallel_size
+    shape = replace(shape, num_heads=shape.num_heads // tp, num_kv_heads=shape.num_kv_heads // tp)
     chosen = cfg.cp_comm_type
     if chosen == AUTO:
         chosen = "a2a" if backend == "native" and _splits(shape, size) else "all_gather"
@@ -42,6 +45,8 @@ def comm_type(cfg: ShardingConfig, shape: ModelShape, backend: str | None) -> st
         raise bad_setting(reason, cp_comm_type=chosen)
     heads = f"{shape.num_heads} query heads and {shape.num_kv_heads} key heads"
     flags = {"cp_comm_type": chosen, "context_parallel_size": size}
+    if chosen == "a2a+p2p" and tp > 1:
+        raise bad_setting("does not run with it; use p2p", cp_comm_type=chosen, tensor_parallel_size=tp)
     if chosen == "a2a" and not _splits(shape, size):
         raise bad_setting(f"cannot split {heads} evenly; use p2p or all_gather", **flags)
     if chosen == "a2a+p2p" and not _a2a_size(shape, size):
@@ -67,7 +72,7 @@ def join_context(
     if cp_comm_type is None:
         return None
     size, group = topology.cp, topology.context_group
-    first = topology.rank // size * size  # of the ranks that share sequences with this one
+    members = dist.get_process_group_ranks(group)
     if cp_comm_type == "a2a+p2p":
         inner = _a2a_size(shape, size)
         contexts = range(0, topology.world_size, size)
@@ -77,7 +82,7 @@ def join_context(
         ring, _ = dist.new_subgroups_by_enumeration(rings, timeout=timeout)
         group = [heads, ring]
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    return ContextParallel(topology.context, cp_comm_type, group, [*range(first, first + size)], stream)
+    return ContextParallel(topology.context, cp_comm_type, group, members, stream)
 
 
 def check_attention(model: TECausalLM, context: ContextParallel) -> None:
@@ -110,7 +115,8 @@ def _errors(model: TECausalLM, context: ContextParallel, qkv_format: str) -> lis
     dtype = torch.bfloat16 if dtype == torch.float32 else dtype  # under autocast
     unit = CHUNK * part.multiple
     boundaries = [0, unit, 3 * unit] if qkv_format == "thd" else [0, 2 * unit]
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    tp = model.tensor.size if model.tensor else 1
+    heads, groups = config.num_attention_heads // tp, config.num_key_value_heads // tp
     size = ModelShape.from_hf_config(config).head_dim
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (
@@ -148,11 +154,14 @@ def _attend(
     """Run the first layer's attention on this rank's tokens, as the layer does."""
     attention = next(iter(model.layers)).self_attention.core_attention
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=q.device)
-    if qkv_format == "bshd":
+    columns = model.tensor if model.is_native else attention.sequence_first
+    if qkv_format == "bshd" and columns:
+        q, k, v, qkv_format = q[:, None], k[:, None], v[:, None], "sbhd"
+    elif qkv_format == "bshd":
         q, k, v = q[None], k[None], v[None]
     if not model.is_native:
         out = attention(q, k, v, cu_seqlens if qkv_format == "thd" else None)
-    elif qkv_format == "bshd":
+    elif qkv_format != "thd":
         out = attention(q, k, v, qkv_format=qkv_format, attn_mask_type="causal")
     else:
         longest = max(end - start for start, end in pairwise(boundaries))

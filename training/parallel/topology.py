@@ -103,11 +103,15 @@ def build_topology(cfg: ShardingConfig, mode: str) -> Topology:
         shards = ranks.run_on_rank0(lambda: cfg.shard_size(copies, local_size))
     timeout = {"timeout": ranks.COLLECTIVE_TIMEOUT}
     stage, world_size = copies * tp, ranks.world_size()
-    same_part = [
-        [*range(start + part, start + stage, tp)]
-        for start in range(0, world_size, stage)
-        for part in range(tp)
-    ]
+
+    def same_part(block: int) -> list[list[int]]:
+        """Return the ranks of each block that hold the same parts of layers."""
+        starts = range(0, world_size, block)
+        return [[*range(start + part, start + block, tp)] for start in starts for part in range(tp)]
+
+    def groups(rank_lists: list[list[int]]) -> ProcessGroup:
+        return dist.new_subgroups_by_enumeration(rank_lists, **timeout)[0]
+
     return Topology(
         rank=ranks.rank(),
         nodes=ranks.num_nodes(),
@@ -115,9 +119,9 @@ def build_topology(cfg: ShardingConfig, mode: str) -> Topology:
         shard=shards // cp,
         cp=cp,
         tp=tp,
-        context_group=dist.new_subgroups(cp, **timeout)[0] if cp > 1 else None,
+        context_group=groups(same_part(cp * tp)) if cp > 1 else None,
         tensor_group=dist.new_subgroups(tp, **timeout)[0] if tp > 1 else None,
-        sum_group=dist.new_subgroups_by_enumeration(same_part, **timeout)[0] if tp > 1 else None,
+        sum_group=groups(same_part(stage)) if tp > 1 else None,
         **pipeline,
     )
 
