@@ -86,14 +86,12 @@ def test_docs_hold_the_summary_that_check_prints():
     assert published in (ROOT / "benchmarks/results/predictions.md").read_text(encoding="utf-8")
 
 
-def test_a_layout_that_training_does_not_run_is_named():
+def test_axes_are_named_with_what_they_cost():
     flags = f"--model_name {LLAMA_8B} --use_te --batch_size 1 --sharding_mode fsdp_full --gpus 8,12"
     text = run([*flags.split(), "--tensor_parallel_size", "4", "--pipeline_parallel_size", "2"])
-    assert "tokens per micro-batch and data rank" in text and "Training does not run" not in text
+    assert "tokens per micro-batch and data rank" in text
     assert re.search(r"^12 GPUs: --tensor_parallel_size 4 --pipeline_parallel_size 2: ", text, re.MULTILINE)
     assert "pipeline bubble" in text and "tensor parallelism" in text and "context parallelism" not in text
-    text = run([*flags.split(), "--tensor_parallel_size", "4", "--context_parallel_size", "2"])
-    assert "Training does not run" in text
 
 
 def test_layers_in_bf16_keep_no_fp8_copies():
