@@ -10,27 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from fp8_suite.data.context import Context
+from fp8_suite.te_models.emulation.sequence_parallel import gather_tokens
 from torch import Tensor
-
-
-class _AllGather(torch.autograd.Function):
-    """Stack the tensors of all ranks, [N, T, G, K]; backward sums their gradients for this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.stack(parts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.float()
-        dist.all_reduce(total, group=ctx.group)
-        return total[ctx.group.rank()].to(grad.dtype), None
 
 
 def positions(boundaries: list[int], group: Any) -> Tensor:
@@ -44,7 +27,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: list[int], group: Any) -
     """Map this rank's q [T, H, K], k and v [T, G, K] to [T, H*K]; `boundaries` are of whole sequences."""
     places = [Context(group.size(), rank).places(boundaries) for rank in range(group.size())]
     order = torch.from_numpy(np.argsort(np.concatenate(places)))
-    k, v = (_AllGather.apply(x, group).flatten(0, 1)[order] for x in (k, v))  # [T*N, G, K]
+    # In float32, in which backward sums gradients.
+    k, v = (gather_tokens(x.float(), group).to(x.dtype)[order] for x in (k, v))  # [T*N, G, K]
     spans = list(pairwise(boundaries))
     parts = q.split([(end - start) // group.size() for start, end in spans])
     where = positions(boundaries, group).split([len(part) for part in parts])

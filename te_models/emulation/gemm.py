@@ -87,13 +87,13 @@ class SwiGLUFunction(torch.autograd.Function):
         return dswiglu(grad, *ctx.saved_tensors), None, None
 
 
-def swiglu(x: Tensor, quantizer: None = None) -> Tensor:
-    """Return silu(gate) * up [..., F] in float32 for x [..., 2F] = gate, up. Signature of TE's kernel."""
+def swiglu(x: Tensor) -> Tensor:
+    """Return silu(gate) * up [..., F] in float32 for x [..., 2F] = gate, up."""
     gate, up = x.float().chunk(2, dim=-1)
     return gate * torch.sigmoid(gate) * up
 
 
-def dswiglu(grad: Tensor, x: Tensor, quantizer: None = None) -> Tensor:
+def dswiglu(grad: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of x [..., 2F] from that of `swiglu(x)`, in the dtype of x."""
     gate, up = x.float().chunk(2, dim=-1)
     grad, sigmoid = grad.float(), torch.sigmoid(gate)

@@ -30,18 +30,11 @@ class DotProductAttention(Fp8Module):
     """
 
     num_gemms = 3
-    sequence_first = False  # q, k and v are [S, B, ., K], as sequence parallelism splits the first dimension
     context_group: Any = None  # ranks that share sequences; S and T are then of this rank's tokens
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Map q [B, S, H, K], k and v [B, S, G, K] to [B, S, H*K]; or [T, ., K] with `cu_seqlens` [N+1]."""
         self.initialize(q.device)
-        if self.sequence_first and cu_seqlens is None:
-            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-            return self._attend_rows(q, k, v, None).transpose(0, 1)
-        return self._attend_rows(q, k, v, cu_seqlens)
-
-    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         if self.context_group:
             boundaries = self.boundaries(q, cu_seqlens)
             flat = (x.flatten(0, -3) for x in (q, k, v))  # [T, ., K]
@@ -68,6 +61,8 @@ class DotProductAttention(Fp8Module):
 
 class MultiheadAttention(nn.Module):
     """Self-attention with one linear layer for queries, keys and values, interleaved by group."""
+
+    sequence_first = False  # rows are [S, B, D], as sequence parallelism splits the first dimension
 
     def __init__(
         self,
@@ -107,17 +102,15 @@ class MultiheadAttention(nn.Module):
         q, k, v = (part.flatten(-3, -2) for part in (q, k, v))  # [..., H or G, K]
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.sequence_first:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [B, S, ., K]
         if group := self.core_attention.context_group:
-            columns = self.core_attention.sequence_first and cu_seqlens is None
-            rows = q.transpose(0, 1) if columns else q
-            places = context.positions(self.core_attention.boundaries(rows, cu_seqlens), group)
-            angles = rope[places, 0].view(*rows.shape[:-2], 1, -1)
-            angles = angles.transpose(0, 1) if columns else angles
-        elif self.core_attention.sequence_first:
-            angles = rope[: len(q)]  # [S, 1, 1, K]
+            places = context.positions(self.core_attention.boundaries(q, cu_seqlens), group)
+            angles = rope[places, 0].view(*q.shape[:-2], 1, -1)
         else:
             angles = rope_at_positions(rope, q, cu_seqlens)
-        return self.proj(self.core_attention(rotate(q, angles), rotate(k, angles), v, cu_seqlens))
+        out = self.core_attention(rotate(q, angles), rotate(k, angles), v, cu_seqlens)
+        return self.proj(out.transpose(0, 1) if self.sequence_first else out)
 
 
 def rope_at_positions(rope: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -187,7 +180,7 @@ class TransformerLayer(nn.Module):
         eps = {"eps": layernorm_epsilon, "qk_norm_eps": qk_norm_eps}
         parallel = tp | {"sequence_parallel": sequence_parallel}
         self.self_attention = MultiheadAttention(*sizes, **eps, tp=parallel, **factory_kwargs)
-        self.self_attention.core_attention.sequence_first = fixed.get("attn_input_format") == "sbhd"
+        self.self_attention.sequence_first = fixed.get("attn_input_format") == "sbhd"
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **tp, **factory_kwargs
         )

@@ -154,8 +154,7 @@ def _attend(
     """Run the first layer's attention on this rank's tokens, as the layer does."""
     attention = next(iter(model.layers)).self_attention.core_attention
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=q.device)
-    columns = model.tensor if model.is_native else attention.sequence_first
-    if qkv_format == "bshd" and columns:
+    if qkv_format == "bshd" and model.is_native and model.tensor:
         q, k, v, qkv_format = q[:, None], k[:, None], v[:, None], "sbhd"
     elif qkv_format == "bshd":
         q, k, v = q[None], k[None], v[None]
