@@ -21,11 +21,11 @@ from fp8_suite.te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
 from fp8_suite.te_models.lora.adapters import LayerNormMLP, adapt_te, draw_dropout, freeze_base
 from fp8_suite.te_models.lora.settings import GEMMS, projection_names
 from fp8_suite.te_models.options import BuildOptions, NativeOptions
+from fp8_suite.te_models.parallel.tensor_parallel import Region
 from fp8_suite.te_models.recompute.layers import run_recomputed
 from fp8_suite.te_models.recompute.offload import ActivationOffload
 from fp8_suite.te_models.settings import KEPT, recompute_levels
 from fp8_suite.te_models.shape import ModelShape, projections
-from fp8_suite.te_models.tensor_parallel import Region
 from fp8_suite.te_models.weights import fuse_qkv
 from torch import Tensor, nn
 

@@ -11,7 +11,7 @@ from fp8_suite.data.context import Context
 from fp8_suite.te_models.backend import Backend
 from fp8_suite.te_models.kernels.selection import DEFAULT_KERNELS, Kernels
 from fp8_suite.te_models.lora.settings import LoraConfig
-from fp8_suite.te_models.tensor_parallel import TensorParallel
+from fp8_suite.te_models.parallel.tensor_parallel import TensorParallel
 from torch import Tensor, nn
 
 

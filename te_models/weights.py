@@ -22,8 +22,8 @@ from fp8_suite.core.errors import UserError, bad_setting, first_line
 from fp8_suite.core.readers import parse_json
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.lora.adapters import base_parameters
+from fp8_suite.te_models.parallel.tensor_parallel import Region
 from fp8_suite.te_models.quantized.reader import QuantizedReader
-from fp8_suite.te_models.tensor_parallel import Region
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from fp8_suite.data.context import Context
-from fp8_suite.te_models.emulation.sequence_parallel import gather_tokens
+from fp8_suite.te_models.parallel.sequence_parallel import gather_tokens
 from torch import Tensor
 
 

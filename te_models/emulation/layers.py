@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from fp8_suite.te_models.emulation.gemm import LinearFunction, RMSNormFunction, SwiGLUFunction
 from fp8_suite.te_models.emulation.scaling import Fp8Module
-from fp8_suite.te_models.emulation.sequence_parallel import gather_tokens, scatter_tokens
+from fp8_suite.te_models.parallel.sequence_parallel import gather_tokens, scatter_tokens
 from torch import Tensor, nn
 
 INIT_STD = 0.023  # TE's default for weights that are not on the meta device

@@ -12,8 +12,8 @@ from fp8_suite.core.packages import ROOT
 LINE = [
     *("core", "settings"),
     *("data/demo", "data/reading", "data"),
-    *("te_models/emulation", "te_models/kernels", "te_models/recompute", "te_models/quantized"),
-    *("te_models/lora", "te_models"),
+    *("te_models/kernels", "te_models/parallel", "te_models/emulation", "te_models/recompute"),
+    *("te_models/quantized", "te_models/lora", "te_models"),
     *("training/tracking", "training/optim", "training/parallel", "training/estimate", "training/precision"),
     "training/library",
     *("training/checkpoint", "training/export", "training", "training/doctor"),

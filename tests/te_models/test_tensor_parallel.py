@@ -8,9 +8,9 @@ import torch.distributed as dist
 from fp8_suite.te_models.decoder import layer_settings
 from fp8_suite.te_models.emulation import TransformerLayer, autocast
 from fp8_suite.te_models.emulation.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from fp8_suite.te_models.emulation.sequence_parallel import gather_tokens
 from fp8_suite.te_models.kernels.loss import IGNORE, linear_cross_entropy
-from fp8_suite.te_models.tensor_parallel import SPLIT, Region, TensorParallel
+from fp8_suite.te_models.parallel.sequence_parallel import gather_tokens
+from fp8_suite.te_models.parallel.tensor_parallel import SPLIT, Region, TensorParallel
 from torch import Tensor, nn
 
 from tests.children import preload, run_ranks

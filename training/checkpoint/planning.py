@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from fp8_suite.te_models.tensor_parallel import Region
+from fp8_suite.te_models.parallel.tensor_parallel import Region
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

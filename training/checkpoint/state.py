@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fp8_suite.te_models.tensor_parallel import Region
+from fp8_suite.te_models.parallel.tensor_parallel import Region
 from fp8_suite.training.checkpoint.progress import Progress
 from fp8_suite.training.checkpoint.resume import ResumePoint
 from fp8_suite.training.checkpoint.store import Checkpoints, in_groups

@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.files import hidden, publish, write_json, write_remedy
 from fp8_suite.core.readers import read_json
-from fp8_suite.te_models.tensor_parallel import Region
+from fp8_suite.te_models.parallel.tensor_parallel import Region
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.index import step_name
 from fp8_suite.training.checkpoint.manifest import THREADS, digests, read_manifest, write_manifest

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError
-from fp8_suite.te_models.tensor_parallel import TensorParallel
+from fp8_suite.te_models.parallel.tensor_parallel import TensorParallel
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim.accumulation import FSDPMainGradAccumulator, MainGradAccumulator, gradient_of
 from fp8_suite.training.optim.adamw import MasterAdamW, local

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError
+from fp8_suite.te_models.parallel.tensor_parallel import Region, TensorParallel
 from fp8_suite.te_models.presets import PRESETS
 from fp8_suite.te_models.shape import ModelShape
-from fp8_suite.te_models.tensor_parallel import Region, TensorParallel
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.tensor_parallel import refuse_settings, refuse_sizes
 from fp8_suite.training.parallel.strategies import Strategy

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fp8_suite.te_models.emulation.sequence_parallel import gather_tokens, scatter_tokens
 from fp8_suite.te_models.kernels.loss import IGNORE, TokenLoss, linear_cross_entropy, parallel_cross_entropy
+from fp8_suite.te_models.parallel.sequence_parallel import gather_tokens, scatter_tokens
 from torch import Tensor, nn
 
 # Weights of a TE layer -> dimension that is split, and the number of stacked matrices that are split apart.
