@@ -23,7 +23,6 @@ from fp8_suite.training.assembly import assemble
 from fp8_suite.training.config import parse_config
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.watchdog import Watchdog
-from fp8_suite.training.precision.scaling import scaling_state
 from fp8_suite.training.prepare import prepare
 from torch.distributed.pipelining import schedules
 
@@ -42,7 +41,7 @@ def execute(name: str, flags: str, folder: Path, device: torch.device, watchdog:
         run_module.assemble = lambda *args: built.append(assemble(*args)) or built[-1]
         code = run_module.run(prepared, loaders, cleanup, signals)
     model = built[0].model
-    state = {"code": code, "scaling": fingerprint(scaling_state(model))}
+    state = {"code": code, "scaling": fingerprint(built[0].scaling.state())}
     state["fp8_weights"] = sum(len(getattr(m, "_fp8_workspaces", ())) for m in model.modules())
     state["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     states = ranks.gather(state)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.data.collate import IGNORE
 from fp8_suite.training.parallel.strategies import Strategy
@@ -108,8 +109,21 @@ class DelayedScalingState(Scaling):
         scale_gradients(self.model, factor)
 
     def state(self) -> dict[str, Tensor]:
+        """Collective where ranks share layers.
+
+        Under FSDP2, backward casts weights again. Ranks then know only the amaxes of their own parts, which TE
+        reduces in the next forward pass.
+        """
+        state = scaling_state(self.model)
+        if state and (group := self.strategy.topology.tensor_group):
+            histories = [tensor for name, tensor in state.items() if name.endswith("amax_history")]
+            amaxes = torch.cat([tensor.flatten() for tensor in histories])
+            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+            parts = amaxes.split([tensor.numel() for tensor in histories])
+            for tensor, part in zip(histories, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
         # TE has no state yet if this launch ran neither a step nor an evaluation.
-        return scaling_state(self.model) or self.saved
+        return state or self.saved
 
 
 def first_tokens(inputs: dict[str, Any], limit: int = CALIBRATION_TOKENS) -> dict[str, Any]:
