@@ -111,8 +111,8 @@ class DelayedScalingState(Scaling):
     def state(self) -> dict[str, Tensor]:
         """Collective where ranks share layers.
 
-        Under FSDP2, backward casts weights again. Ranks then know only the amaxes of their own parts, which TE
-        reduces in the next forward pass.
+        Under FSDP2, backward casts weights again. Each rank then knows the amaxes of its own parts only. TE
+        reduces them in the next forward pass.
         """
         state = scaling_state(self.model)
         if state and (group := self.strategy.topology.tensor_group):
