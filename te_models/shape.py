@@ -7,7 +7,7 @@ This module must not import torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8_suite.te_models.families import FAMILIES, head_dim
@@ -50,6 +50,11 @@ class ModelShape:
     def sees_all(self, length: int) -> bool:
         """True if attention covers a sequence of `length` tokens, as `attention_flops` assumes."""
         return self.window is None or self.window >= length
+
+    def part(self, size: int) -> ModelShape:
+        """Return the dimensions that one of `size` ranks has, if these share each layer."""
+        names = ("num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
+        return replace(self, **{name: getattr(self, name) // size for name in names})
 
     @property
     def gemm_sizes(self) -> dict[str, int]:

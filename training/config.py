@@ -24,7 +24,7 @@ from fp8_suite.training.parallel.settings import (
     FSDP_MODES,
     ZERO_3_MODES,
     ShardingConfig,
-    refused_in_pipelines,
+    axis_rules,
 )
 from fp8_suite.training.precision.settings import (
     MAP_SETTINGS,
@@ -216,8 +216,7 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.offload_optimizer and s.sharding_mode in DEEPSPEED_MODES:
         reason = "DeepSpeed has its own offload; drop it and use ds_zero3_offload, or use another mode"
         yield "offload_optimizer sharding_mode", reason
-    yield from _refused_context_parallel(s)
-    yield from refused_in_pipelines(s)
+    yield from axis_rules(s)
     if s.sharding_mode in ZERO_3_MODES:
         yield from refused_by_zero_3(s)
     if s.grad_reduce_dtype == "fp8" and s.sharding_mode in DEEPSPEED_MODES:
@@ -233,21 +232,6 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "fp8_all_gather mixed_precision fp8_scenario", reason
     if s.master_weights != "fp32":
         yield "fp8_all_gather master_weights", "FP8 weights need FP32 master weights; drop one of the two"
-
-
-def _refused_context_parallel(s: Any) -> Iterator[tuple[str, str]]:
-    if s.context_parallel_size == 1:
-        if s.cp_comm_type != AUTO:
-            yield "cp_comm_type", "only valid with --context_parallel_size 2 or more; drop it"
-        return
-    if not s.use_te:
-        reason = "layers of Hugging Face attend within a rank; add --use_te"
-        yield "context_parallel_size use_te", reason
-    if s.sharding_mode in DEEPSPEED_MODES:
-        reason = "DeepSpeed does not share sequences; choose ddp, fsdp_full, fsdp_grad or hsdp"
-        yield "context_parallel_size sharding_mode", reason
-    if s.cp_comm_type == "a2a+p2p" and s.packing:
-        yield "cp_comm_type packing", "TE has no a2a+p2p for packed rows; use p2p, or --no_packing"
 
 
 def refused_by_zero_3(s: Any) -> Iterator[tuple[str, str]]:

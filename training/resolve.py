@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8_suite.core.errors import counted
+from fp8_suite.core.errors import bad_setting, counted
 from fp8_suite.core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.quantized.reader import SQUARE, block_of
@@ -12,14 +12,16 @@ from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import ModelSpec, digests, find_model
 from fp8_suite.training.config import Config
-from fp8_suite.training.estimate.tensor_parallel import rank_shape, refuse_settings, refuse_sizes
+from fp8_suite.training.estimate.layout import Layout, check_layout
 from fp8_suite.training.export.loss import require_fp8_export
+from fp8_suite.training.optim import moments
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.context_parallel import comm_type
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.precision import checks, precision_map, recipes, torchao_fp8
 from fp8_suite.training.precision.recipes import Precision
+from fp8_suite.training.precision.settings import parse_moment_dtype
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,6 @@ def resolve(cfg: Config) -> Resolved:
 
     UserError if the recipe cannot run here or settings are incompatible.
     """
-    refuse_settings(cfg)
     precision = recipes.resolve_precision(cfg)
     torchao_fp8.silence_import()  # transformers imports torchao wherever it is installed
     if precision.effective in TORCHAO_RECIPES:
@@ -72,7 +73,8 @@ def resolve(cfg: Config) -> Resolved:
     if cfg.precision.master_weights == "none":
         print_rank0(optim.MASTER_NONE_WARNING)
     weights_digests = digests(spec) if ranks.world_size() > 1 else {}
-    communication = comm_type(cfg.sharding, shape, precision.te_backend)
+    part = shape and shape.part(cfg.sharding.tensor_parallel_size)
+    communication = comm_type(cfg.sharding, part, precision.te_backend)
     return Resolved(precision, spec, shape, _flops_shape(cfg, spec, shape), weights_digests, communication)
 
 
@@ -94,11 +96,28 @@ def _check(cfg: Config, precision: Precision, spec: ModelSpec, shape: ModelShape
     if shape is not None and cfg.model.recompute != AUTO:
         recompute_levels(cfg.model.recompute, shape.num_layers)
     if shape is not None and cfg.model.use_te:
-        refuse_sizes(cfg, shape, ranks.world_size(), ranks.local_rank_and_size()[1])
-        checks.check_sizes(precision, spec.name, rank_shape(cfg, shape).gemm_sizes)
+        cfg.sharding.data_ranks(ranks.world_size())
+        check_tensor_parallel(cfg, shape, ranks.local_rank_and_size()[1])
+        part = shape.part(cfg.sharding.tensor_parallel_size)
+        checks.check_sizes(precision, spec.name, part.gemm_sizes)
     checks.check_settings(cfg, precision)
     if "fp8" in cfg.export_folders:
         require_fp8_export(spec)
     if cfg.precision.fp8_lm_head:
         text, one_gemm = spec.config.get_text_config(), cfg.model.use_te or spec.is_known_family
         checks.check_lm_head(spec.name, text.hidden_size, text.vocab_size, one_gemm=one_gemm)
+
+
+def check_tensor_parallel(cfg: Config, shape: ModelShape, gpus_per_node: int) -> None:
+    """UserError if ranks cannot share this model's layers, or moments in blocks of their columns."""
+    size, moment_dtype = cfg.sharding.tensor_parallel_size, cfg.precision.moment_dtype
+    if size == 1:
+        return
+    check_layout(Layout(tp=size), shape, gpus_per_node, cfg.data.max_seq_length)
+    part = shape.part(size)
+    widths = part.num_heads * part.head_dim, part.ffn_hidden_size
+    in_blocks = any(moments.FORMATS[name].mantissa for name in parse_moment_dtype(moment_dtype))
+    if in_blocks and any(width % moments.BLOCK and width * size % moments.BLOCK == 0 for width in widths):
+        reason = f"moments have blocks of {moments.BLOCK} columns, and a rank has {widths[0]} and {widths[1]}"
+        settings = {"moment_dtype": moment_dtype, "tensor_parallel_size": size}
+        raise bad_setting(f"{reason}; use fp32 or bf16, or fewer ranks", **settings)

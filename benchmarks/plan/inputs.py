@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +14,12 @@ from fp8_suite.te_models.families import FAMILIES, Family, wrong_sizes
 from fp8_suite.te_models.presets import PRESETS, closest_preset
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config
-from fp8_suite.training.estimate.layout import DATA_ONLY, Layout, check_layout
+from fp8_suite.training.estimate.layout import Layout, check_layout
 from fp8_suite.training.estimate.modes import make_setup
 from fp8_suite.training.estimate.setup import ModelSize
 from fp8_suite.training.estimate.sizes import Sizing, check_number_of_ranks, choose_sizes, why_unpredicted
 from fp8_suite.training.estimate.slices import rank_setups
-from fp8_suite.training.parallel.settings import DEEPSPEED_MODES, MODES
+from fp8_suite.training.parallel.settings import MODES
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
         reason = f"predictions do not cover the sliding window of {shape.window} tokens; use at most that"
         raise bad_setting(reason, max_seq_length=length)
     # Imported here because they import torch.
-    from fp8_suite.training.estimate.tensor_parallel import rank_shape
     from fp8_suite.training.parallel.context_parallel import comm_type
     from fp8_suite.training.precision import checks, precision_map
 
-    comm_type(cfg.sharding, shape, "native")
+    part = shape.part(cfg.sharding.tensor_parallel_size)
+    comm_type(cfg.sharding, part, "native")
 
     if cfg.model.use_te and Path(name, "config.json").exists():  # TE supports all presets
         from transformers import AutoConfig
@@ -103,7 +103,7 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
         if cfg.model.use_te:
             checks.check_gemm_sizes(
                 cfg.requested_recipe,
-                rank_shape(cfg, shape).gemm_sizes,
+                part.gemm_sizes,
                 fp8_scenario=cfg.requested_recipe,
                 model_name=name,
             )
@@ -111,37 +111,20 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
             checks.check_lm_head(name, shape.hidden_size, shape.vocab_size)
 
 
-def refuse_layout(cfg: Config, layout: Layout) -> None:
-    """Raise UserError for settings that plans of tensor and pipeline parallelism do not cover."""
-    if layout.slices > 1 and not cfg.model.use_te:
-        raise bad_setting("plans need TE layers; add --use_te", **layout.flags)
-    unplanned = {
-        "offload_optimizer": cfg.sharding.offload_optimizer,
-        "offload_activations": cfg.model.offload_activations,
-        "fp8_weights": cfg.precision.fp8_weights,
-        "lora_rank": cfg.lora.lora_rank,
-        "sharding_mode": cfg.sharding.sharding_mode in DEEPSPEED_MODES and cfg.sharding.sharding_mode,
-    }
-    if wrong := {name: value for name, value in unplanned.items() if value and layout.slices > 1}:
-        raise bad_setting("not planned with tensor or pipeline parallelism; drop it", **wrong)
-
-
-def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int, layout: Layout = DATA_ONLY) -> Sizing:
+def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> Sizing:
     """Choose mode, optimizer and sizes as training would. UserError for what it or the planner refuses."""
     mode, per_node = cfg.sharding.sharding_mode, min(gpus, gpus_per_node)
-    layout = replace(layout, **cfg.sharding.layout)
     if cfg.optim.max_steps == 0:
         raise bad_setting("evaluates only, and plans are of training; drop it", max_steps=0)
     if rule := why_unpredicted(cfg, mode):
         settings, reason = rule
         raise bad_setting(reason, **settings)
     model, memory = read_model(cfg.model.model_name), int(gpu.memory_gb * 1e9)
-    refuse_layout(cfg, layout)
-    check_layout(layout, model.size.shape, gpus, per_node, cfg.data.max_seq_length)
-    check_number_of_ranks(cfg, gpus // (layout.cp * layout.slices))
+    check_layout(Layout(**cfg.sharding.layout), model.size.shape, per_node, cfg.data.max_seq_length)
+    check_number_of_ranks(cfg, cfg.sharding.data_ranks(gpus))
     refuse_what_training_refuses(cfg, model)
     if gpus == 1 and (mode == AUTO or not MODES[mode].offload):
         mode = "single"
-    request, _ = make_setup(cfg, model.size, mode, gpus, per_node, memory, layout=layout)
+    request, _ = make_setup(cfg, model.size, mode, gpus, per_node, memory)
     assert rank_setups(request)[0].shards  # UserError if --hsdp_shard_size does not divide the ranks
     return choose_sizes(request, memory, gpu)

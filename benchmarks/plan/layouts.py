@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
-from fp8_suite.benchmarks.plan.inputs import read_model, refuse_layout
+from fp8_suite.benchmarks.plan.inputs import read_model
 from fp8_suite.benchmarks.plan.predict import Plan, make_plan
 from fp8_suite.benchmarks.report.tables import markdown
 from fp8_suite.core.errors import UserError, as_flag, bad_setting, counted
@@ -32,11 +33,10 @@ COLUMNS = (
 )
 
 
-def best_layouts(cfg: Config, gpu: Gpu, layout: Layout, *, gpus: int, **cluster: float) -> list[Plan]:
-    """Return the fastest plans on `gpus` GPUs, and last the fastest that training runs, if there is one.
+def best_layouts(cfg: Config, gpu: Gpu, *, gpus: int, **cluster: float) -> list[Plan]:
+    """Return the fastest plans on `gpus` GPUs.
 
-    Sizes other than 1 in `cfg` and `layout` are kept; `cluster` are arguments of `make_plan`. UserError if
-    none fits.
+    Sizes other than 1 in `cfg` are kept; `cluster` are arguments of `make_plan`. UserError if none fits.
     """
     if cfg.optim.global_batch_size is None and not cfg.optim.batch_ramp:
         reason = "layouts have different numbers of data ranks; add --global_batch_size"
@@ -46,50 +46,36 @@ def best_layouts(cfg: Config, gpu: Gpu, layout: Layout, *, gpus: int, **cluster:
     cfg = replace(cfg, optim=optim, model=replace(cfg.model, recompute=recompute))
     if limit := cfg.sharding.memory_limit_gb:
         gpu = gpu._replace(memory_gb=limit)
-    layout = replace(layout, **cfg.sharding.layout)
-    layouts = list(_layouts(cfg, layout, gpus, int(cluster["gpus_per_node"])))
-    plans = _fastest(cfg, gpu, layouts, SHOWN, gpus=gpus, **cluster)
+    plans = _fastest(cfg, gpu, gpus=gpus, **cluster)
     if not plans:
-        make_plan(cfg, gpu, gpus=gpus, layout=layout, **cluster)  # UserError if settings are refused
+        make_plan(cfg, gpu, gpus=gpus, **cluster)  # UserError if settings are refused
         raise bad_setting(f"no layout on {counted(gpus, 'GPU')} fits; use more GPUs", best_layout=True)
-    if not any(trains(cfg, plan.setup.layout) for plan in plans):
-        trained = [layout for layout in layouts if trains(cfg, layout)]
-        plans += _fastest(cfg, gpu, trained, 1, gpus=gpus, **cluster)
     return plans
 
 
-def trains(cfg: Config, layout: Layout) -> bool:
-    """True if training runs this layout."""
-    has_layers = layout.pp * layout.virtual <= read_model(cfg.model.model_name).size.shape.num_layers
-    return has_layers and not (layout.tp > 1 and cfg.precision.fp8_lm_head)
-
-
-def _layouts(cfg: Config, fixed: Layout, gpus: int, per_node: int) -> Iterator[Layout]:
-    """Yield the layouts that divide model, sequences and GPUs, and that settings do not exclude."""
+def _layouts(cfg: Config, gpus: int, per_node: int) -> Iterator[Layout]:
+    """Yield the layouts that divide model, sequences and GPUs."""
     shape, length = read_model(cfg.model.model_name).size.shape, cfg.data.max_seq_length
+    fixed = Layout(**cfg.sharding.layout).flags.items()
     divisors = [size for size in range(1, gpus + 1) if gpus % size == 0]
     cps = [size for size in divisors if size == 1 or length // size >= SHORTEST_PART]
     tps = [size for size in divisors if size <= per_node]
     for pp in (size for size in divisors if size <= shape.num_layers):
-        stages = range(1, -(-shape.num_layers // pp) + 1) if pp > 1 else (1,)
+        stages = range(1, shape.num_layers // pp + 1) if pp > 1 else (1,)
         for layout in (Layout(cp, tp, pp, virtual) for cp, tp, virtual in product(cps, tps, stages)):
-            try:
-                refuse_layout(cfg, layout)
-                check_layout(layout, shape, gpus, min(gpus, per_node), length)
-            except UserError:
+            if gpus % (layout.cp * layout.slices) or not fixed <= layout.flags.items():
                 continue
-            if fixed.flags.items() <= layout.flags.items():
+            with suppress(UserError):
+                check_layout(layout, shape, min(gpus, per_node), length)
                 yield layout
 
 
-def _fastest(
-    cfg: Config, gpu: Gpu, layouts: list[Layout], number: int, *, gpus: int, **cluster: float
-) -> list[Plan]:
-    """Return the plans of the fastest CP x TP x PP, by branch and bound over stages per rank and modes.
+def _fastest(cfg: Config, gpu: Gpu, *, gpus: int, **cluster: float) -> list[Plan]:
+    """Return the plans of the SHOWN fastest CP x TP x PP, by branch and bound over stages per rank and modes.
 
     The bound is the time without recomputation. Only the last choice tries all sizes of micro-batches.
     """
-    setups = _setups(cfg, gpu, layouts, gpus, int(cluster["gpus_per_node"]))
+    setups = _setups(cfg, gpu, gpus, int(cluster["gpus_per_node"]))
     network = {"network": 1e9 * cluster["network_gbs"]}
     fitting = [setup for setup in setups if resident_state(setup) < 1e9 * gpu.memory_gb]
     timed = [(sum(step_seconds(setup, gpu, **network).values()), setup) for setup in fitting]
@@ -97,11 +83,11 @@ def _fastest(
 
     def plan(setup: TrainingSetup, optim: OptimConfig) -> Plan:
         changed = replace(cfg, sharding=setup.cfg.sharding, optim=optim)
-        return make_plan(changed, gpu, gpus=gpus, layout=setup.layout, **cluster)
+        return make_plan(changed, gpu, gpus=gpus, **cluster)
 
     for seconds, setup in sorted(timed, key=lambda pair: pair[0]):
         steps = sorted(plan.step for plan in fastest.values())
-        if len(steps) >= number and seconds > steps[number - 1]:
+        if len(steps) >= SHOWN and seconds > steps[SHOWN - 1]:
             break
         key = (setup.layout.cp, setup.layout.tp, setup.layout.pp)
         known = fastest[key].step if key in fastest else math.inf
@@ -109,22 +95,19 @@ def _fastest(
             candidate = plan(setup, setup.cfg.optim)
             if candidate.fits and candidate.step < known:
                 fastest[key] = candidate
-    ranked = sorted(fastest.values(), key=lambda plan: plan.step)[:number]
+    ranked = sorted(fastest.values(), key=lambda plan: plan.step)[:SHOWN]
     return sorted((plan(best.setup, cfg.optim) for best in ranked), key=lambda plan: plan.step)
 
 
-def _setups(
-    cfg: Config, gpu: Gpu, layouts: list[Layout], gpus: int, per_node: int
-) -> Iterator[TrainingSetup]:
+def _setups(cfg: Config, gpu: Gpu, gpus: int, per_node: int) -> Iterator[TrainingSetup]:
     """Yield setups for each layout and mode: with micro-batches of FULL tokens, and with the smallest."""
     model, mode = read_model(cfg.model.model_name).size, cfg.sharding.sharding_mode
     modes = MODES_TRIED if mode == AUTO else (mode,)
-    for layout, mode in product(layouts, modes):
+    for layout, mode in product(_layouts(cfg, gpus, per_node), modes):
         try:
-            sizes = {"context_parallel_size": layout.cp, "tensor_parallel_size": layout.tp}
-            sharding = replace(cfg.sharding, sharding_mode=mode, **sizes)
+            sharding = replace(cfg.sharding, sharding_mode=mode, **layout.flags)
             args = (model, mode, gpus, min(gpus, per_node), 1e9 * gpu.memory_gb)
-            request, _ = make_setup(replace(cfg, sharding=sharding), *args, layout=layout)
+            request, _ = make_setup(replace(cfg, sharding=sharding), *args)
             batches = allowed_batches(cfg, request.data_ranks)
             rank = rank_setups(request)[0]
             if mode == "hsdp" and rank.shards in (1, rank.gpus):  # the same as another mode

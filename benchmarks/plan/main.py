@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from fp8_suite.benchmarks.plan.layouts import best_layouts, layout_flags, layouts_table, trains
+from fp8_suite.benchmarks.plan.layouts import best_layouts, layout_flags, layouts_table
 from fp8_suite.benchmarks.plan.limits import limits_table
 from fp8_suite.benchmarks.plan.predict import Plan, alternatives, make_plan
 from fp8_suite.benchmarks.records.launch import command_parser
@@ -26,7 +26,6 @@ from fp8_suite.core.recipes import RECIPES, costs_of
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config, parse_config
 from fp8_suite.training.estimate.advice import way_out
-from fp8_suite.training.estimate.layout import Layout
 from fp8_suite.training.estimate.memory import checkpoint_bytes
 from fp8_suite.training.estimate.sizes import (
     UNCOMPILED,
@@ -34,6 +33,7 @@ from fp8_suite.training.estimate.sizes import (
     compiles_layers,
 )
 from fp8_suite.training.estimate.transfers import NETWORK_BANDWIDTH
+from fp8_suite.training.parallel.settings import AXES
 
 PROG = "python -m benchmarks.plan"
 # Flag -> (field of `Gpu`, factor from the flag's unit to the field's, help).
@@ -43,10 +43,6 @@ GPU_FLAGS = {
     "fp8_tflops": ("fp8_tflops", 1, "for another GPU: dense FP8 peak in TFLOP/s"),
     "memory_tbs": ("memory_bandwidth", 1e12, "for another GPU: memory bandwidth in TB/s"),
     "link_gbs": ("link_bandwidth", 1e9, "for another GPU: NVLink or PCIe bandwidth in GB/s, one direction"),
-}
-LAYOUT_FLAGS = {
-    "pipeline_parallel_size": "ranks that share the layers",
-    "virtual_stages": "pipeline stages per rank; more than 1: interleaved 1F1B",
 }
 LARGEST = 1e18  # number in a flag
 DISK_GBS = 1.0  # rate of writing checkpoints, if only --save_interval is given
@@ -87,26 +83,20 @@ def run(argv: list[str]) -> str:
 
 def _best_layouts(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> str:
     """Return tables of the fastest layouts by number of GPUs, and of the fastest one's parts."""
-    layout, tables, fastest = _layout(args), [], []
+    tables, fastest = [], []
     cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
     for gpus in args.gpus:
         tables.append(f"{counted(gpus, 'GPU')}:")
         try:
-            plans = best_layouts(cfg, gpu, layout, gpus=gpus, **cluster)
+            plans = best_layouts(cfg, gpu, gpus=gpus, **cluster)
         except UserError as error:
             if gpus == args.gpus[-1] and not fastest:
                 raise
             tables.append(str(error))
             continue
         fastest.append(plans[0])
-        trained = next((plan for plan in plans if trains(cfg, plan.setup.layout)), None)
-        runs = f"Fastest that training runs: {layout_flags(trained) if trained else 'none fits'}"
-        tables += [layouts_table(plans), f"Fastest: {layout_flags(plans[0])}\n{runs}"]
+        tables += [layouts_table(plans), f"Fastest: {layout_flags(plans[0])}"]
     return "\n".join(["\n\n".join(tables), "", *_tables(fastest, args.tokens, args.price_per_gpu_hour)])
-
-
-def _layout(args: argparse.Namespace) -> Layout:
-    return Layout(1, 1, *(getattr(args, flag) for flag in LAYOUT_FLAGS))
 
 
 def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[Plan], list[str]]:
@@ -115,13 +105,12 @@ def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[P
     for gpus in args.gpus:
         try:
             cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
-            cluster["layout"] = _layout(args)
             plans.append(make_plan(cfg, gpu, gpus=gpus, **cluster, disk_gbs=args.disk_gb_per_second))
             if (names := auto_settings(cfg)) and _exceeds_counts(plans[-1]):  # training refuses it too
                 raise bad_setting(f"{UNCOMPILED}; give a value", **dict.fromkeys(names, AUTO))
         except UserError as error:
             by_number = {"batch_ramp", "global_batch_size", "grad_reduce_dtype", "hsdp_shard_size"}
-            by_number |= {"fp8_weights", "context_parallel_size", "tensor_parallel_size", *LAYOUT_FLAGS}
+            by_number |= {"fp8_weights", *AXES.values(), "virtual_stages"}
             one_number = by_number & set(error.flags)
             if not one_number or (gpus == args.gpus[-1] and not plans):
                 raise
@@ -304,8 +293,6 @@ def build_parser() -> argparse.ArgumentParser:
         add(f"--{flag}", type=_positive, metavar="X", help=text)
     network = "network bandwidth per GPU in GB/s, one direction (default: 50, or 400 Gbit/s; assumed by auto)"
     add("--network_gbs", type=_positive, default=NETWORK_BANDWIDTH / 1e9, metavar="X", help=network)
-    for flag, text in LAYOUT_FLAGS.items():
-        add(f"--{flag}", type=_whole, default=1, metavar="N", help=f"{text} (default: 1)")
     best = "find the fastest layout with this --global_batch_size; sizes above 1 are kept"
     add("--best_layout", action="store_true", help=best)
     disk = "disk bandwidth of all nodes in GB/s; adds a column with goodput (default with --save_interval: 1"

@@ -13,7 +13,6 @@ from fp8_suite.training.checkpoint.settings import parse_save_interval
 from fp8_suite.training.config import Config, config_from_dict
 from fp8_suite.training.estimate.activations import host_activations
 from fp8_suite.training.estimate.advice import Changes, describe, ways_out
-from fp8_suite.training.estimate.layout import DATA_ONLY, Layout
 from fp8_suite.training.estimate.memory import checkpoint_bytes, host_state, peak
 from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.sizes import Sizing, for_tensors
@@ -109,7 +108,6 @@ def make_plan(
     gpus_per_node: int = 8,
     network_gbs: float = NETWORK_BANDWIDTH / 1e9,
     disk_gbs: float | None = None,
-    layout: Layout = DATA_ONLY,
 ) -> Plan:
     """Predict a run on `gpus` GPUs. UserError for settings that the planner or training refuses."""
     if limit := cfg.sharding.memory_limit_gb:
@@ -117,7 +115,7 @@ def make_plan(
             reason = f"the GPU has {gpu.memory_gb:g} GB; give less, or drop it"
             raise bad_setting(reason, memory_limit_gb=limit)
         gpu = gpu._replace(memory_gb=limit)
-    sizing = size_run(cfg, gpu=gpu, gpus=gpus, gpus_per_node=gpus_per_node, layout=layout)
+    sizing = size_run(cfg, gpu=gpu, gpus=gpus, gpus_per_node=gpus_per_node)
     seconds = step_seconds(sizing.chosen, gpu, network=network_gbs * 1e9)
     return Plan(sizing, gpu, network_gbs, peak(sizing.chosen), seconds, disk_gbs)
 
@@ -141,7 +139,7 @@ def changed_plan(plan: Plan, changes: Changes, gpu: Gpu | None = None) -> Plan |
     """Return the plan with other settings or another GPU; None if it is refused or does not fit."""
     try:
         cfg = config_from_dict(plan.sizing.requested.cfg.to_dict() | changes)
-        cluster = {name: getattr(plan.setup, name) for name in ("gpus", "gpus_per_node", "layout")}
+        cluster = {"gpus": plan.setup.gpus, "gpus_per_node": plan.setup.gpus_per_node}
         candidate = make_plan(cfg, gpu or plan.gpu, **cluster, network_gbs=plan.network_gbs)
     except UserError:
         return None

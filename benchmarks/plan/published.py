@@ -25,10 +25,8 @@ class PublishedRun:
         """Predict the run. Recomputation is the least that fits; attention is cuDNN's."""
         defaults = {"use_te": True, "batch_size": 1, "max_seq_length": 8192, "recompute": "auto"}
         defaults |= {"mixed_precision": "bf16", "sharding_mode": "fsdp_grad", "flash_attention": False}
-        defaults["context_parallel_size"] = self.layout.cp
-        defaults["tensor_parallel_size"] = self.layout.tp
-        cfg = config_from_dict(defaults | self.settings)
-        return make_plan(cfg, PLANNED["H100"], gpus=self.gpus, layout=self.layout)
+        cfg = config_from_dict(defaults | self.layout.flags | self.settings)
+        return make_plan(cfg, PLANNED["H100"], gpus=self.gpus)
 
 
 def _run(name: str, gpus: int, layout: Layout, tflops: float, size: str, batch: int, **more) -> PublishedRun:

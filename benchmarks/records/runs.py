@@ -14,6 +14,7 @@ from fp8_suite.benchmarks.records.evaluation import Result, read_results
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.readers import UnreadableFile, read_json, read_record
 from fp8_suite.training.config import SECTIONS, Config, all_settings, canonical, settings_path
+from fp8_suite.training.parallel.settings import AXES, ONLY_WITH, recorded_data_ranks
 from fp8_suite.training.tracking.metrics import METRICS, RATES, WALL_RATES, summary_name, tail_mean
 
 Series = list[tuple[int, float]]  # (optimizer step, value)
@@ -28,8 +29,7 @@ NO_EFFECT = frozenset(name for name, effect in EFFECTS.items() if effect == "not
 RESOLVED = {"model_name", "use_te", "te_backend", "mixed_precision", "fp8_scenario", "fp8_fallback"}
 # Scaling compares one GPU, without sharding, with several GPUs.
 SHARDING = {"sharding_mode", "deepspeed_config", "offload_optimizer", "hsdp_shard_size"}
-SHARDING |= {"context_parallel_size", "cp_comm_type", "tensor_parallel_size"}
-SHARDING |= {"pipeline_parallel_size", "pipeline_schedule", "virtual_stages"}
+SHARDING |= {*AXES.values(), *ONLY_WITH}
 # Other settings that change the work of a step; equal in runs whose speeds are comparable.
 WORK = tuple(n for n, effect in EFFECTS.items() if effect == "step" and n not in RESOLVED | SHARDING)
 
@@ -156,8 +156,7 @@ class RunRecord:
     @property
     def global_batch(self) -> int:
         """Sequences per optimizer step over all ranks, at the end of a ramp."""
-        axes = ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
-        data_ranks = self.ranks // math.prod(self.config.get(name, 1) for name in axes)
+        data_ranks = recorded_data_ranks(self.config, self.ranks)
         return self.config["batch_size"] * self.config["gradient_accumulation_steps"] * data_ranks
 
     @property

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.core.redact import redacted
+from fp8_suite.training.parallel.settings import AXES
 from fp8_suite.training.tracking.metrics import METRICS, WALL_RATES, WALL_TIME_KINDS, summary_name, tail_mean
 
 Source = str | Callable[[Any], Any]  # the name in `item.value(name)`, or a function of the item
@@ -66,8 +67,6 @@ MACHINE = (
     *("attention_backend", "emulated", "sharding_mode", "world_size", "nodes"),
 )
 
-AXES = {"CP": "context_parallel_size", "TP": "tensor_parallel_size", "PP": "pipeline_parallel_size"}
-
 
 def report_tables(runs: list[RunRecord], price_per_gpu_hour: float | None = None) -> dict[str, Table]:
     """Return the tables by name. Those of losses and coverage exist only if a run recorded them."""
@@ -107,7 +106,7 @@ def _run_columns(runs: list[RunRecord], price: float | None) -> Columns:
         **metric_columns("train/tokens_per_step", "train/tokens_seen"),
         "GPUs": (lambda run: run.gpus or None, "{}"),
         "mode": (lambda run: run.mode, "{}"),
-        **{axis: (lambda run, flag=flag: _parallel(run, flag), "{}") for axis, flag in AXES.items()},
+        **{axis.upper(): (lambda run, flag=flag: _parallel(run, flag), "{}") for axis, flag in AXES.items()},
         "model": ("model_name", "{}"),
     }
 

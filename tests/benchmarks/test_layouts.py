@@ -23,8 +23,8 @@ def settings(size: str, length: int, batch: int, **more):
     )
 
 
-def search(cfg, gpus: int, layout: Layout = Layout(), gpu: str = "H100"):  # noqa: B008
-    return best_layouts(cfg, GPUS[gpu], layout, gpus=gpus, gpus_per_node=8, network_gbs=50.0)
+def search(cfg, gpus: int, gpu: str = "H100"):
+    return best_layouts(cfg, GPUS[gpu], gpus=gpus, gpus_per_node=8, network_gbs=50.0)
 
 
 def test_no_layout_is_faster_than_the_one_found():
@@ -39,11 +39,10 @@ def test_no_layout_is_faster_than_the_one_found():
     for cp, tp, pp, mode in product((1, 2, 4), (1, 2, 4), (1, 2, 4), MODES_TRIED):
         for virtual in (1,) if pp == 1 else (1, 2, 4, 8, 16):
             layout = Layout(cp, tp, pp, virtual)
-            sizes = {"context_parallel_size": cp, "tensor_parallel_size": tp}
-            sharding = replace(cfg.sharding, sharding_mode=mode, **sizes)
+            sharding = replace(cfg.sharding, sharding_mode=mode, **layout.flags)
             changed = replace(cfg, sharding=sharding)
             try:
-                plan = make_plan(changed, GPUS["H100"], gpus=4, layout=layout)
+                plan = make_plan(changed, GPUS["H100"], gpus=4)
             except UserError:
                 continue
             if plan.fits:

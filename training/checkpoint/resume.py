@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from fp8_suite.training.config import (
 )
 from fp8_suite.training.optim.batch_ramp import BatchSchedule
 from fp8_suite.training.optim.settings import OptimConfig
+from fp8_suite.training.parallel.settings import recorded_data_ranks
 
 # Settings that may change if the sequences of a step stay the same, of all ranks or of one.
 BATCH_SPLIT_SETTINGS = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
@@ -273,8 +273,7 @@ def rank_batch(settings: dict[str, Any]) -> int:
 
 def step_batch(settings: dict[str, Any], world_size: int) -> int:
     """Return the sequences of all ranks per optimizer step, of settings without `auto`."""
-    axes = ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
-    return rank_batch(settings) * (world_size // prod(settings.get(name, 1) for name in axes))
+    return rank_batch(settings) * recorded_data_ranks(settings, world_size)
 
 
 # Steps

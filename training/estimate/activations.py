@@ -9,6 +9,7 @@ from fp8_suite.core.recipes import costs_of
 from fp8_suite.te_models.settings import IN_FLIGHT, KEPT
 from fp8_suite.te_models.shape import attention_flops
 from fp8_suite.training.estimate.setup import TrainingSetup
+from fp8_suite.training.estimate.slices import rank_setups
 
 # FLOPs that a GPU computes while it moves a byte: of an H100, 989 TFLOP/s and 3.35 TB/s.
 FLOPS_PER_BYTE = 300
@@ -124,7 +125,8 @@ def host_activations(setup: TrainingSetup) -> float:
     """
     if not setup.cfg.model.offload_activations:
         return 0.0
-    layers = (_kept_widths(setup, level) for level in setup.recompute if level != "none")
+    rank = rank_setups(setup)[0]
+    layers = (_kept_widths(rank, level) for level in rank.recompute if level != "none")
     sizes = (int(2 * setup.tokens * width) for widths in layers for width in widths)
     longest = sum(1 << (size - 1).bit_length() for size in sizes)
     return (1 if setup.cfg.data.packing else 2) * longest * setup.gpus / setup.nodes

@@ -166,9 +166,9 @@ def resized(sizing: Sizing, changes: Changes, gpus: int = 0) -> Sizing | None:
     per_node = request.gpus_per_node if gpus == request.gpus else max(request.gpus_per_node, min(gpus, 8))
     try:
         cfg = config_from_dict(request.cfg.to_dict() | changes)
-        check_number_of_ranks(cfg, cfg.sharding.data_ranks(gpus) // request.layout.slices)
+        check_number_of_ranks(cfg, cfg.sharding.data_ranks(gpus))
         mode = cfg.sharding.sharding_mode if gpus > 1 else request.mode
-        known = {"effective": request.effective, "predicted": predicted, "layout": request.layout}
+        known = {"effective": request.effective, "predicted": predicted}
         setup, _ = make_setup(cfg, request.model, mode, gpus, per_node, sizing.free, **known)
         if predicted:
             return choose_sizes(setup, sizing.free, sizing.gpu)

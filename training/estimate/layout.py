@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate
 
 from fp8_suite.core.errors import bad_setting, counted
 from fp8_suite.te_models.shape import ModelShape
+from fp8_suite.training.parallel.settings import AXES
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,7 @@ class Layout:
     @property
     def flags(self) -> dict[str, int]:
         """Values other than 1, by flag."""
-        names = ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "virtual_stages")
-        values = zip(names, (self.cp, self.tp, self.pp, self.virtual), strict=True)
+        values = zip((*AXES.values(), "virtual_stages"), astuple(self), strict=True)
         return {name: value for name, value in values if value > 1}
 
     def bubble(self, micro_batches: int) -> float:
@@ -43,12 +43,11 @@ class Layout:
         return min(micro_batches, stages / self.virtual)
 
 
-DATA_ONLY = Layout()
 SHORTEST_PART = 2048  # tokens of a sequence per rank of context parallelism, for choices and advice
 
 
-def check_layout(layout: Layout, shape: ModelShape, gpus: int, gpus_per_node: int, length: int) -> None:
-    """Raise UserError for sizes that do not divide the model, its sequences or the GPUs."""
+def check_layout(layout: Layout, shape: ModelShape, gpus_per_node: int, length: int) -> None:
+    """Raise UserError for sizes that do not divide the model, its sequences or the GPUs of a node."""
     layers, per_rank = shape.num_layers, -(-shape.num_layers // layout.pp)
     splits = (gpus_per_node, shape.num_kv_heads, shape.ffn_hidden_size // 16, shape.vocab_size)
     rules = {  # flag: (refused, reason)
@@ -67,14 +66,9 @@ def check_layout(layout: Layout, shape: ModelShape, gpus: int, gpus_per_node: in
             f"must divide the {counted(per_rank, 'layer')} of a pipeline rank; use a divisor",
         ),
     }
-    if layout.virtual > 1 == layout.pp:
-        reason = "stages are those of a pipeline; add --pipeline_parallel_size, or drop it"
-        raise bad_setting(reason, virtual_stages=layout.virtual, pipeline_parallel_size=layout.pp)
     for flag, (refused, reason) in rules.items():
         if refused:
             raise bad_setting(reason, **{flag: layout.flags.get(flag, 1)})
-    if gpus % (layout.cp * layout.slices):
-        raise bad_setting(f"the product must divide {counted(gpus, 'GPU')}; use fewer", **layout.flags)
 
 
 def pipeline_stages(layout: Layout, layers: int, rank: int) -> tuple[range, ...]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config
-from fp8_suite.training.estimate.layout import DATA_ONLY, Layout
 from fp8_suite.training.estimate.memory import accumulated_gradients, resident_state
 from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup, with_adapters
 from fp8_suite.training.estimate.sizes import choose_sizes, why_unpredicted, with_sizes
@@ -30,25 +29,19 @@ def make_setup(
     *,
     effective: str | None = None,
     predicted: bool = True,
-    layout: Layout = DATA_ONLY,
 ) -> tuple[TrainingSetup, str]:
     """Return a setup in `mode` with its optimizer, and the reason for the mode if it is `auto`, else "".
 
-    `layout` has the sizes that `cfg` does not set.
     UserError if the mode's optimizer refuses the settings.
     """
     from fp8_suite.training.optim.optimizer import choose_optimizer  # imported here because it imports torch
 
-    layout = replace(layout, **cfg.sharding.layout)
-    if cfg.sharding.pipeline_parallel_size > 1:
-        pipeline = {"pp": cfg.sharding.pipeline_parallel_size, "virtual": cfg.sharding.virtual_stages}
-        layout = replace(layout, **pipeline)
     if model.shape and not model.adapters:
         model = with_adapters(model, cfg.lora)
 
     def setup(mode: str) -> TrainingSetup:
         optimizer = choose_optimizer(cfg, mode, on_gpu=free is not None)
-        return TrainingSetup(cfg, model, optimizer, mode, gpus, gpus_per_node, effective, layout)
+        return TrainingSetup(cfg, model, optimizer, mode, gpus, gpus_per_node, effective)
 
     if mode != AUTO:
         return setup(mode), ""

@@ -14,7 +14,7 @@ from fp8_suite.te_models.lora.settings import GEMMS, LoraConfig, projection_name
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape, matmul_parameters, projections
 from fp8_suite.training.config import Config
-from fp8_suite.training.estimate.layout import DATA_ONLY, Layout
+from fp8_suite.training.estimate.layout import Layout
 from fp8_suite.training.optim.batch_ramp import BatchSchedule
 from fp8_suite.training.parallel.settings import MODES, ModeSpec
 
@@ -89,9 +89,12 @@ class TrainingSetup:
     gpus: int
     gpus_per_node: int
     effective: str | None = None  # precision that runs; None: the requested one
-    layout: Layout = DATA_ONLY
     stage: int = 0  # pipeline stage of a slice
     model_layers: int | None = None  # layers of the whole model, if `model` is a slice
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(**self.cfg.sharding.layout)
 
     @property
     def mode_spec(self) -> ModeSpec:
@@ -142,7 +145,8 @@ class TrainingSetup:
             return None
         from fp8_suite.training.parallel.context_parallel import comm_type  # here because it imports torch
 
-        return comm_type(self.cfg.sharding, self.model.shape, "native")
+        shape = self.model.shape if self.model_layers else self.model.shape.part(self.layout.tp)
+        return comm_type(self.cfg.sharding, shape, "native")
 
     @property
     def hidden(self) -> float:

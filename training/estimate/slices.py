@@ -23,15 +23,9 @@ def rank_setups(setup: TrainingSetup) -> list[TrainingSetup]:
 
 def _rank_setup(setup: TrainingSetup, stage: int) -> TrainingSetup:
     model, shape, layout = setup.model, setup.model.shape, setup.layout
-    has_vocabulary = stage in (0, layout.pp - 1)
-    part = replace(
-        shape,
-        num_layers=stage_layers(shape.num_layers, layout.pp, stage),
-        num_heads=shape.num_heads // layout.tp,
-        num_kv_heads=shape.num_kv_heads // layout.tp,
-        ffn_hidden_size=shape.ffn_hidden_size // layout.tp,
-        vocab_size=-(-shape.vocab_size // layout.tp) if has_vocabulary else 0,
-    )
+    part = replace(shape.part(layout.tp), num_layers=stage_layers(shape.num_layers, layout.pp, stage))
+    if stage not in (0, layout.pp - 1):
+        part = replace(part, vocab_size=0)
     # A stage has one of embedding and LM head, as if they were tied.
     size = replace(model, shape=part, tied=model.tied or layout.pp > 1)
     layers = int(part.num_layers * model.block_weights / layout.tp)

@@ -6,7 +6,6 @@ Shapes: T tokens of whole sequences, H query heads, G key/value groups, K head s
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -30,14 +29,12 @@ LARGEST_ERROR = 0.05  # relative; BF16 rounding is below 0.01
 def comm_type(cfg: ShardingConfig, shape: ModelShape, backend: str | None) -> str | None:
     """Return TE's `cp_comm_type` for this run, or None without context parallelism.
 
-    `auto` prefers a2a: a kernel sees whole sequences, and has one result to keep for recomputation. UserError
-    if the heads cannot be split, or if emulated layers do not have it.
+    `shape` is of the layers that a rank holds. `auto` prefers a2a: a kernel sees whole sequences, and has one
+    result to keep for recomputation. UserError if heads cannot be split, or emulated layers do not have it.
     """
     if (size := cfg.context_parallel_size) == 1:
         return None
-    tp = cfg.tensor_parallel_size
-    shape = replace(shape, num_heads=shape.num_heads // tp, num_kv_heads=shape.num_kv_heads // tp)
-    chosen = cfg.cp_comm_type
+    tp, chosen = cfg.tensor_parallel_size, cfg.cp_comm_type
     if chosen == AUTO:
         chosen = "a2a" if backend == "native" and _splits(shape, size) else "all_gather"
     if backend == "emulated" and chosen != "all_gather":

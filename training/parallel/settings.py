@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +43,24 @@ MODES: dict[str, ModeSpec] = {
 DEEPSPEED_MODES = tuple(name for name, spec in MODES.items() if spec.engine == "zero")
 ZERO_3_MODES = tuple(name for name, spec in MODES.items() if spec.stage == 3)
 FSDP_MODES = tuple(name for name, spec in MODES.items() if spec.engine == "fsdp")
+
+AXES = {"cp": "context_parallel_size", "tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}
+# Sizes of parallel axes -> settings that do not run with them.
+EXCLUDED = {
+    "context_parallel_size": (),
+    "tensor_parallel_size": (
+        *("lora_rank", "offload_optimizer", "fp8_weights", "fp8_all_gather", "fp8_lm_head"),
+    ),
+    "pipeline_parallel_size": (
+        *("lora_rank", "offload_optimizer", "offload_activations", "fp8_weights", "fp8_stats_interval"),
+    ),
+}
+# Settings of one axis.
+ONLY_WITH = {
+    "cp_comm_type": "context_parallel_size",
+    "virtual_stages": "pipeline_parallel_size",
+    "pipeline_schedule": "pipeline_parallel_size",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +117,12 @@ class ShardingConfig(Section):
     @property
     def layout(self) -> dict[str, int]:
         """Sizes of the axes beside data parallelism, by field of `estimate.layout.Layout`."""
-        return {"cp": self.context_parallel_size, "tp": self.tensor_parallel_size}
+        sizes = {axis: getattr(self, name) for axis, name in AXES.items()}
+        return sizes | {"virtual": self.virtual_stages}
 
     def data_ranks(self, ranks: int) -> int:
         """Return the ranks that read different rows. UserError if sizes of parallel axes do not divide."""
-        for name in ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"):
+        for name in AXES.values():
             if ranks % (size := getattr(self, name)):
                 fitting = [n for n in range(2, ranks + 1) if ranks % n == 0]
                 numbers = f"use {' or '.join(map(str, fitting))}"
@@ -128,29 +148,30 @@ class ShardingConfig(Section):
         return size
 
 
-def refused_in_pipelines(s: Any) -> Iterator[tuple[str, str]]:
-    """Yield the rules of pipeline parallelism: (names of conflicting settings, reason)."""
-    size = "pipeline_parallel_size"
-    if s.pipeline_parallel_size == 1:
-        for name in ("virtual_stages", "pipeline_schedule"):
-            if getattr(s, name) not in (1, AUTO):
-                yield name, "only valid with --pipeline_parallel_size 2 or more; drop it"
-        return
-    if not s.use_te:
-        yield f"{size} use_te", "layers of Hugging Face are not cut into stages; add --use_te"
-    if s.sharding_mode in DEEPSPEED_MODES:
-        yield f"{size} sharding_mode", "DeepSpeed runs no pipelines; choose ddp, fsdp_full, fsdp_grad or hsdp"
-    for name in (
-        "lora_rank",
-        "offload_optimizer",
-        "offload_activations",
-        "fp8_weights",
-        "fp8_stats_interval",
-    ):
-        if getattr(s, name):
-            yield f"{size} {name}", "not available in a pipeline; drop one of the two"
-    if s.grad_reduce_dtype == "fp8":
-        yield f"{size} grad_reduce_dtype", "pipelines exchange fp32 or bf16; choose one"
+def recorded_data_ranks(settings: Mapping[str, Any], ranks: int) -> int:
+    """Return the ranks that read different rows, in a run with these recorded settings."""
+    return ranks // prod(settings.get(name, 1) for name in AXES.values())
+
+
+def axis_rules(s: Any) -> Iterator[tuple[str, str]]:
+    """Yield the rules of parallel axes: (names of conflicting settings, reason)."""
+    for name, size in ONLY_WITH.items():
+        if getattr(s, size) == 1 and getattr(s, name) not in (1, AUTO):
+            yield name, f"only valid with --{size} 2 or more; drop it"
+    for size, names in EXCLUDED.items():
+        if getattr(s, size) == 1:
+            continue
+        if not s.use_te:
+            yield f"{size} use_te", "ranks share Transformer Engine layers only; add --use_te"
+        if s.sharding_mode in DEEPSPEED_MODES:
+            yield f"{size} sharding_mode", "not with DeepSpeed; choose ddp, fsdp_full, fsdp_grad or hsdp"
+        for name in names:
+            if getattr(s, name):
+                yield f"{size} {name}", "do not run together; drop one of the two"
+    if s.cp_comm_type == "a2a+p2p" and s.packing:
+        yield "cp_comm_type packing", "TE has no a2a+p2p for packed rows; use p2p, or --no_packing"
+    if s.pipeline_parallel_size > 1 and s.grad_reduce_dtype == "fp8":
+        yield "pipeline_parallel_size grad_reduce_dtype", "pipelines exchange fp32 or bf16; choose one"
     if s.pipeline_schedule not in (AUTO, "interleaved" if s.virtual_stages > 1 else "1f1b"):
         reason = "interleaved is for 2 or more stages per rank, 1f1b for one; change one of the two"
         yield "pipeline_schedule virtual_stages", reason

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from fp8_suite.training.estimate.layout import Layout
 from fp8_suite.training.estimate.modes import choose_mode
 
 from tests.training.estimate.setups import FUSED, OFFLOADED, setup_of
@@ -78,4 +77,4 @@ def test_an_offloaded_optimizer_leaves_weights_and_gradients():
 
 def test_sequences_shared_across_nodes_rule_out_hsdp():
     setup = setup_of(20.0, "ddp", 16, shape=False, context_parallel_size=16)
-    assert choose_mode(replace(setup, layout=Layout(cp=16)), FREE)[0] == "fsdp_full"
+    assert choose_mode(setup, FREE)[0] == "fsdp_full"

@@ -12,8 +12,8 @@ from fp8_suite.te_models.parallel.tensor_parallel import Region, TensorParallel
 from fp8_suite.te_models.presets import PRESETS
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import config_from_dict
-from fp8_suite.training.estimate.tensor_parallel import refuse_settings, refuse_sizes
 from fp8_suite.training.parallel.strategies import Strategy
+from fp8_suite.training.resolve import check_tensor_parallel
 from torch import Tensor, nn
 
 from tests.children import preload, run_ranks
@@ -151,8 +151,7 @@ def test_what_cannot_run_is_refused(settings, flags):
     shape = ModelShape(64, 2, 8, 2, 8, 128, 256)  # 32 columns of the output projection on each of two ranks
     with pytest.raises(UserError) as refused:
         cfg = config_from_dict({"use_te": True, "tensor_parallel_size": 2} | settings)
-        refuse_settings(cfg)
-        refuse_sizes(cfg, shape, 12, 12)
+        check_tensor_parallel(cfg, shape, 12)
     assert refused.value.flags == {"tensor_parallel_size"} | flags
 
 
@@ -160,7 +159,7 @@ def test_sizes_must_divide_the_vocabulary_and_the_ranks():
     cfg = config_from_dict({"use_te": True, "tensor_parallel_size": 2})
     for shape in (ModelShape(64, 2, 8, 2, 8, 128, 257), ModelShape(64, 2, 8, 2, 8, 48, 256)):
         with pytest.raises(UserError) as refused:
-            refuse_sizes(cfg, shape, 2, 2)
+            check_tensor_parallel(cfg, shape, 2)
         assert refused.value.flags == {"tensor_parallel_size"}
     with pytest.raises(UserError) as refused:
         cfg.sharding.data_ranks(3)
