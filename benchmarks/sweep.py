@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,18 @@ from fp8_suite.benchmarks.records.variants import (
     split_flags,
     split_settings,
 )
+from fp8_suite.benchmarks.throughput import made_up_rows
 from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.core.readers import UnreadableFile, read_yaml
 from fp8_suite.core.settings import convert, nearest
 from fp8_suite.training.config import all_settings
-from fp8_suite.training.estimate.sizes import check_number_of_ranks
+from fp8_suite.training.estimate.sizes import check_number_of_ranks, global_batch
 
 PROG = "python -m benchmarks.sweep"
 # Short names of axes. All other settings are axes under their own names.
 AXES = {"model": "model_name", "sequence_length": "max_seq_length"}
 OTHER_AXES = ("precision", "gpus")  # variants as in benchmarks.compare, and GPUs per run
+SYNTHETIC = "synthetic"  # as --dataset_name: random words, as in benchmarks.throughput
 SHORT = {  # prefixes in the names of run folders
     "model": "",
     "sharding_mode": "",
@@ -175,6 +178,8 @@ def sweep(argv: list[str]) -> int:
         raise bad_input(f"{args.sweep}: needs --{missing}; add it to the command line")
     folder = args.output_dir or Path("runs") / args.sweep.stem
     axes, precisions = read_axes(file["grid"], args.axis), file["grid"].get("precision", ())
+    synthetic = common.get("dataset_name") == SYNTHETIC
+    common |= {"dataset_name": str(folder / "synthetic.txt"), "split_name": "train"} if synthetic else {}
     runs = build_grid(axes, common, folder, precisions)
     if args.dry_run:
         for run in runs:
@@ -183,9 +188,25 @@ def sweep(argv: list[str]) -> int:
             print(f"{run.name}: {status}")
         return 0
     refuse_run_folder(folder)
-    require_all_inputs(runs)
-    failures = train_all(runs, folder, lambda run, failures: why_skip(run))
+    with made_up_rows(folder, **full_rows(runs)) if synthetic else nullcontext():
+        require_all_inputs(runs)
+        failures = train_all(runs, folder, lambda run, failures: why_skip(run))
     return conclude(runs, failures, folder)
+
+
+def full_rows(runs: list[GridRun]) -> dict[str, int]:
+    """Return the number of rows, and tokens of a row, that fill all steps of each run.
+
+    A row is as long as the longest sequence; shorter sequences are parts of it.
+    """
+    tokens = max(run.cfg.data.max_seq_length for run in runs)
+    steps = max(
+        (run.cfg.optim.max_steps or 1)
+        * global_batch(run.cfg, run.cfg.sharding.data_ranks(run.gpus))
+        * run.cfg.data.max_seq_length
+        for run in runs
+    )
+    return {"rows": -(-steps // tokens), "tokens": tokens}
 
 
 def conclude(runs: list[GridRun], failures: Failures, folder: Path) -> int:

@@ -8,8 +8,9 @@ optimizer. Any training flag may be added. By default sequences are full of synt
 and the tokenizer is the demo's; --dataset_name, --init and --tokenizer_name change that. The run folders are
 reported on as any others; padding and recomputation do not count.
 
-Rates are medians over log intervals of 8 micro-batches, or of one step if that has more. Intervals with
-warm-up steps (the first five) or profiled steps do not count.
+Rates are medians over log intervals of 8 micro-batches, or of one step if that has more or is long: 131,072
+tokens per data rank. Intervals with warm-up steps (the first five, or two if long) or profiled steps do not
+count.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from fp8_suite.data.demo import TOKENIZER_DIR, read_demo
 from fp8_suite.training.config import Config, config_from_dict
 from fp8_suite.training.estimate.sizes import with_sizes
 from fp8_suite.training.launch import require_inputs
+from fp8_suite.training.tracking.meter import LONG_STEP, warmup_steps
 
 PROG = "python -m benchmarks.throughput"
 INTERVAL = 8  # micro-batches per log interval
 COUNTED = 4  # measured intervals by default
-WARMUP = 5  # steps, as in `training.trainer`
 PROFILED_FROM = 9  # first profiled step, as in `training.tracking.profiling`
 FIXED = {
     "eval_samples": 0,
@@ -52,11 +53,14 @@ OWNED = ("max_steps", "profile_steps", "log_interval", *FIXED)  # set by this pr
 DEFAULTS = {"init": "random", "tokenizer_name": "demo"}
 
 
-def schedule(accumulation: int, profile: bool) -> tuple[int, int, int]:
-    """Return the steps per log interval, the steps to profile, and the first steps that do not count."""
-    interval = max(1, INTERVAL // accumulation)
+def schedule(accumulation: int, profile: bool, tokens: int) -> tuple[int, int, int]:
+    """Return the steps per log interval, the steps to profile, and the first steps that do not count.
+
+    `tokens` are those of a step, per data rank.
+    """
+    interval = 1 if tokens >= LONG_STEP else max(1, INTERVAL // accumulation)
     profiled = max(1, 3 // accumulation) if profile else 0
-    last = PROFILED_FROM - 1 + profiled if profile else WARMUP
+    last = PROFILED_FROM - 1 + profiled if profile else warmup_steps(tokens)
     return interval, profiled, -(-last // interval) * interval
 
 
@@ -66,7 +70,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser.add_argument(
         "--gpus", type=int, default=1, metavar="N", help="GPUs of this machine to use (default: 1)"
     )
-    steps = "steps per run (default: 40, fewer with gradient accumulation)"
+    steps = "steps per run (default: 40, fewer with gradient accumulation or long steps)"
     parser.add_argument("--steps", type=int, metavar="N", help=steps)
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="runs to measure (default: 1)")
     parser.add_argument("--profile", action="store_true", help="also record the GPU time by kind of kernel")
@@ -86,7 +90,8 @@ def measure(argv: list[str]) -> int:
     data_ranks = cfg.sharding.data_ranks(arguments.gpus)
     optim = with_sizes(cfg, data_ranks).optim  # `auto` may choose another split
     accumulation = optim.gradient_accumulation_steps
-    interval, profiled, uncounted = schedule(accumulation, arguments.profile)
+    tokens = accumulation * optim.batch_size * cfg.data.max_seq_length
+    interval, profiled, uncounted = schedule(accumulation, arguments.profile, tokens)
     steps = uncounted + COUNTED * interval if arguments.steps is None else arguments.steps
     if steps < uncounted + interval:
         reason = f"the first {uncounted} steps are not measured; use at least {uncounted + interval}"

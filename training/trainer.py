@@ -20,7 +20,7 @@ from fp8_suite.training.guard import StepGuard
 from fp8_suite.training.optim.batch_ramp import BatchSchedule
 from fp8_suite.training.step import Stack, StepResult, evaluate, train_step
 from fp8_suite.training.tracking.display import Display
-from fp8_suite.training.tracking.meter import WARMUP_STEPS, Meter
+from fp8_suite.training.tracking.meter import Meter, warmup_steps
 from fp8_suite.training.tracking.tracker import Tracker
 
 
@@ -60,6 +60,8 @@ class Trainer:
         self.wall_time, self.progress, self.hooks = wall_time, wall_time.progress, hooks
         self.total_steps = stack.total_steps
         self.first_step = self.progress.step + 1  # first step of this launch
+        micro_batch = cfg.optim.batch_size * cfg.data.max_seq_length
+        self.warmup = warmup_steps(batches.micro_batches(self.progress.step) * micro_batch)
         self._restored_tokens = self.progress.real_tokens
         self.stop = StopFlag(announces=stack.strategy.topology.rank == 0)
         self.save_steps, self.save_seconds = parse_save_interval(cfg.checkpoint.save_interval)
@@ -230,7 +232,7 @@ class Trainer:
             metrics["train/loss_scale"] = result.loss_scale.item()
         done = progress.step - meter.steps - self.first_step + 1  # steps of this launch before the interval
         # A launch too short to warm up counts all its steps.
-        warm = done >= WARMUP_STEPS or self.total_steps < self.first_step + WARMUP_STEPS
+        warm = done >= self.warmup or self.total_steps < self.first_step + self.warmup
         metrics |= meter.read(self._sum_counts, self._max_seconds, warm=warm)
         if (peak := self.peak_memory_gb()) is not None:
             metrics["perf/peak_memory_gb"] = peak

@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 import yaml
 from fp8_suite.benchmarks import sweep as module
+from fp8_suite.benchmarks.plan.predict import make_plan
 from fp8_suite.benchmarks.records import grid
+from fp8_suite.benchmarks.records.grid import GridRun
+from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.sweep import build_grid, main, read_axes, read_sweep
+from fp8_suite.core.gpus import PLANNED
 from fp8_suite.core.packages import ROOT
 
 from tests.benchmarks.folders import launch_here
 
 # batch_one: 3 batches x 2 rates x 12 precisions; fsdp_finetuning: 4 x 2 x 2 x 8; modes: 2 x 3 x 8.
 SHIPPED = {"b200_study": 54, "recipes": 22, "batch_one": 72, "fsdp_finetuning": 128, "modes": 48}
+SHIPPED |= {"four_gpus": 12, "eight_gpus": 14, "gradient_exchange": 3}
 
 
 def write(path: Path, value) -> Path:
@@ -78,12 +83,41 @@ def test_a_value_of_an_axis_may_have_further_settings_as_a_variant_may(tmp_path)
     assert hsdp.name == "hsdp+hsdp_shard_size=2-gpus4"
 
 
+def shipped(name: str, folder: Path) -> list[GridRun]:
+    file = read_sweep(ROOT / f"benchmarks/sweeps/{name}.yaml")
+    return build_grid(file["grid"], file["base"] | {"dataset_name": "demo"}, folder)
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_sweeps_are_whole(name, tmp_path):
-    file = read_sweep(ROOT / f"benchmarks/sweeps/{name}.yaml")
-    runs = build_grid(file["grid"], file["base"] | {"dataset_name": "demo"}, tmp_path)
+    runs = shipped(name, tmp_path)
     assert len(runs) == SHIPPED[name] and all(run.cfg.model.init == "random" for run in runs)
     assert {path.stem for path in (ROOT / "benchmarks/sweeps").glob("*.yaml")} == SHIPPED.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"), [("four_gpus", "H100"), ("four_gpus", "H200"), ("eight_gpus", "H200")]
+)
+def test_shipped_sweeps_of_large_models_fit_with_4_gb_to_spare(name, gpu, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    smaller = PLANNED[gpu]._replace(memory_gb=PLANNED[gpu].memory_gb - 4)
+    assert not [
+        run.name for run in shipped(name, tmp_path) if not make_plan(run.cfg, smaller, gpus=run.gpus).fits
+    ]
+
+
+def test_synthetic_rows_fill_every_sequence(tmp_path, monkeypatch):
+    base = {"dataset_name": "synthetic", "tokenizer_name": "demo", "batch_size": 2, "num_workers": 0}
+    base |= {"num_proc": 1, "eval_samples": 0, "export": False, "save_checkpoints": False, "max_steps": 3}
+    base |= {"log_interval": 1}
+    file = write(tmp_path / "grid.yaml", {"grid": {"sequence_length": [32, 128]}, "base": base})
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "users_cache"))
+    monkeypatch.setattr(grid, "launch", launch_here)
+    assert main([str(file), "--output_dir", str(tmp_path / "out")]) == 0
+    for length in (32, 128):
+        run = read_run(tmp_path / f"out/runs/seq{length}")
+        assert run.config["max_seq_length"] == length
+        assert run.summary["tokens_per_second"] == run.summary["padded_tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize(

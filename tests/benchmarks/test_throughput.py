@@ -6,7 +6,6 @@ import pytest
 from fp8_suite.benchmarks import throughput
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.throughput import main
-from fp8_suite.training import trainer
 from fp8_suite.training.tracking import profiling
 
 
@@ -29,12 +28,14 @@ def test_synthetic_rows_are_full_and_flops_follow_the_formula(tmp_path, capsys, 
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "profile", "expected"),
-    [(1, False, (8, 0, 8)), (1, True, (8, 3, 16)), (2, True, (4, 1, 12)), (3, False, (2, 0, 6))],
+    ("accumulation", "length", "profile", "expected"),
+    [
+        *[(1, 8192, False, (8, 0, 8)), (1, 8192, True, (8, 3, 16)), (2, 8192, True, (4, 1, 12))],
+        *[(3, 8192, False, (2, 0, 6)), (1, 131_072, False, (1, 0, 2)), (16, 8192, False, (1, 0, 2))],
+    ],
 )
-def test_an_interval_has_eight_micro_batches(accumulation, profile, expected):
-    assert throughput.schedule(accumulation, profile) == expected
-    assert throughput.WARMUP == trainer.WARMUP_STEPS, "as in a run"
+def test_an_interval_has_eight_micro_batches_or_one_long_step(accumulation, length, profile, expected):
+    assert throughput.schedule(accumulation, profile, accumulation * length) == expected
     assert profiling.profiled_steps(3, done=0, total=40)[0] == throughput.PROFILED_FROM
 
 

@@ -28,7 +28,7 @@ from fp8_suite.training.optim.schedule import learning_rate
 from fp8_suite.training.parallel.strategies import Strategy
 from fp8_suite.training.precision.scaling import Scaling
 from fp8_suite.training.step import Stack
-from fp8_suite.training.tracking.meter import WARMUP_STEPS, Meter
+from fp8_suite.training.tracking.meter import LONG_STEP, Meter, warmup_steps
 from fp8_suite.training.trainer import Hooks, Logs, Trainer
 from torch import nn
 
@@ -261,7 +261,7 @@ def test_steps_of_a_ramp_count_for_rates_if_they_are_full(monkeypatch):
     shape = {"batch_size": 1, "max_seq_length": 16, "batch_ramp": RAMP}
     made, _ = trainer(data, total_steps=6, **shape)
     made.stack.optimizer.register_step_pre_hook(lambda *_: advance(1))
-    monkeypatch.setattr("fp8_suite.training.trainer.WARMUP_STEPS", 0)
+    made.warmup = 0
     assert made.train()
     meter = made.logs.meter
     assert [rates["perf/tokens_per_second"] for rates in meter.rates] == [12, 12, 24, 24, 48]
@@ -572,8 +572,14 @@ def test_smaller_steps_count_for_rates_only_if_there_is_no_full_one(batch_size, 
     made, record = trainer(batches, total_steps=30, batch_size=batch_size)
     made.train()
     logged = record.series("perf/tokens_per_second")
-    counted = [rate for step, rate in enumerate(logged) if step >= WARMUP_STEPS and step % 3 != smaller]
+    counted = [rate for step, rate in enumerate(logged) if step >= warmup_steps(0) and step % 3 != smaller]
     assert made.results()["tokens_per_second"] == median(counted)
+
+
+@pytest.mark.parametrize(("length", "uncounted"), [(LONG_STEP // 4 - 1, 5), (LONG_STEP // 4, 2)])
+def test_long_steps_count_for_rates_from_the_third_one_on(length, uncounted):
+    made, _ = trainer(total_steps=8, batch_size=2, gradient_accumulation_steps=2, max_seq_length=length)
+    assert made.train() and len(made.logs.meter.rates) == 8 - uncounted
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

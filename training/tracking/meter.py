@@ -11,7 +11,15 @@ from typing import Any
 from fp8_suite.te_models.shape import ModelShape, model_flops
 from fp8_suite.training.tracking.metrics import RATES
 
-WARMUP_STEPS = 5  # excluded from the reported rates: kernel tuning, memory allocation
+LONG_STEP = 131_072  # tokens per data rank; a step of so many takes seconds
+
+
+def warmup_steps(tokens: int) -> int:
+    """Return the number of steps without reported rates, in which kernels are tuned and memory is allocated.
+
+    `tokens` are those of a step, per data rank. Rates of long steps are steady from the second one on.
+    """
+    return 2 if tokens >= LONG_STEP else 5
 
 
 @dataclass
