@@ -252,9 +252,9 @@ class TECausalLM(nn.Module):
 
     def token_loss(self, hidden: Tensor, labels: Tensor) -> TokenLoss:
         """Return loss and correct predictions of hidden states, summed over labels in the same order."""
-        if self.tensor:
-            return self.tensor.token_loss(hidden, self.lm_head.weight, labels.flatten())
         head_loss = linear_cross_entropy_fp8 if self.options.fp8_lm_head else linear_cross_entropy
+        if self.tensor:
+            return self.tensor.token_loss(hidden, self.lm_head.weight, labels.flatten(), head_loss)
         return head_loss(hidden, self.lm_head.weight, labels.flatten())
 
     def hidden_states(

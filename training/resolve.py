@@ -105,7 +105,7 @@ def _check(cfg: Config, precision: Precision, spec: ModelSpec, shape: ModelShape
         require_fp8_export(spec)
     if cfg.precision.fp8_lm_head:
         text, one_gemm = spec.config.get_text_config(), cfg.model.use_te or spec.is_known_family
-        checks.check_lm_head(spec.name, text.hidden_size, text.vocab_size, one_gemm=one_gemm)
+        checks.check_lm_head(cfg, text.hidden_size, text.vocab_size, one_gemm=one_gemm)
 
 
 def check_tensor_parallel(cfg: Config, shape: ModelShape, gpus_per_node: int) -> None:

@@ -84,10 +84,9 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
         raise bad_setting(reason, max_seq_length=length)
     # Imported here because they import torch.
     from fp8_suite.training.parallel.context_parallel import comm_type
-    from fp8_suite.training.precision import checks, precision_map
+    from fp8_suite.training.precision import precision_map
 
-    part = shape.part(cfg.sharding.tensor_parallel_size)
-    comm_type(cfg.sharding, part, "native")
+    comm_type(cfg.sharding, shape.part(cfg.sharding.tensor_parallel_size), "native")
 
     if cfg.model.use_te and Path(name, "config.json").exists():  # TE supports all presets
         from transformers import AutoConfig
@@ -99,16 +98,19 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
         if reason := model.family.unsupported(config):
             raise bad_setting(f"{reason}; drop --use_te", use_te=True, model_name=name)
     precision_map.assign(cfg, precision_map.te_names(shape.num_layers), shape.num_layers)
-    if cfg.precision.mixed_precision == "fp8":
-        if cfg.model.use_te:
-            checks.check_gemm_sizes(
-                cfg.requested_recipe,
-                part.gemm_sizes,
-                fp8_scenario=cfg.requested_recipe,
-                model_name=name,
-            )
-        if cfg.precision.fp8_lm_head:
-            checks.check_lm_head(name, shape.hidden_size, shape.vocab_size)
+    refuse_gemm_sizes(cfg, shape)
+
+
+def refuse_gemm_sizes(cfg: Config, shape: ModelShape) -> None:
+    """Raise UserError for a model whose layers, or a rank's parts of them, do not fit FP8 GEMMs."""
+    from fp8_suite.training.precision import checks  # imports torch
+
+    if cfg.precision.mixed_precision == "fp8" and cfg.model.use_te:
+        settings = {"fp8_scenario": cfg.requested_recipe, "model_name": cfg.model.model_name}
+        sizes = shape.part(cfg.sharding.tensor_parallel_size).gemm_sizes
+        checks.check_gemm_sizes(cfg.requested_recipe, sizes, **settings)
+    if cfg.precision.fp8_lm_head:
+        checks.check_lm_head(cfg, shape.hidden_size, shape.vocab_size)
 
 
 def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> Sizing:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
-from fp8_suite.benchmarks.plan.inputs import read_model
+from fp8_suite.benchmarks.plan.inputs import read_model, refuse_gemm_sizes
 from fp8_suite.benchmarks.plan.predict import Plan, make_plan
 from fp8_suite.benchmarks.report.tables import markdown
 from fp8_suite.core.errors import UserError, as_flag, bad_setting, counted
@@ -105,9 +105,10 @@ def _setups(cfg: Config, gpu: Gpu, gpus: int, per_node: int) -> Iterator[Trainin
     modes = MODES_TRIED if mode == AUTO else (mode,)
     for layout, mode in product(_layouts(cfg, gpus, per_node), modes):
         try:
-            sharding = replace(cfg.sharding, sharding_mode=mode, **layout.flags)
+            changed = replace(cfg, sharding=replace(cfg.sharding, sharding_mode=mode, **layout.flags))
+            refuse_gemm_sizes(changed, model.shape)
             args = (model, mode, gpus, min(gpus, per_node), 1e9 * gpu.memory_gb)
-            request, _ = make_setup(replace(cfg, sharding=sharding), *args)
+            request, _ = make_setup(changed, *args)
             batches = allowed_batches(cfg, request.data_ranks)
             rank = rank_setups(request)[0]
             if mode == "hsdp" and rank.shards in (1, rank.gpus):  # the same as another mode

@@ -8,6 +8,7 @@ gradient, and accumulates the gradients of hidden states and LM head; backward o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +27,13 @@ class TokenLoss(NamedTuple):
     correct: Tensor
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, softmax: Callable[..., tuple] | None = None
-) -> TokenLoss:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, group: Any = None) -> TokenLoss:
     """Sum the cross entropy of `hidden @ weight.T` against `labels` over labels other than -100.
 
     `hidden` [T, D] and `weight` [V, D] are floating point, `labels` [T] int64. Softmax is always computed in
-    float32. Under torch.autocast the projection runs in the autocast dtype. `softmax` replaces
-    `softmax_cross_entropy`.
+    float32. Under torch.autocast the projection runs in the autocast dtype. With a `group`, the ranks hold
+    parts of the vocabulary: `weight` is [V/N, D], `labels` are those of `parallel_cross_entropy`, and the
+    gradient of `hidden` is this rank's term of a sum. Collective then.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -42,8 +42,7 @@ def linear_cross_entropy(
     elif hidden.dtype != weight.dtype:
         hidden = hidden.to(weight.dtype)
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    softmax = softmax or softmax_cross_entropy
-    return TokenLoss(*LinearCrossEntropy.apply(hidden, weight, labels, needs_grad, softmax))
+    return TokenLoss(*LinearCrossEntropy.apply(hidden, weight, labels, needs_grad, group))
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -51,8 +50,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_grad: bool, softmax: Callable
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_grad: bool, group: Any
     ) -> tuple:
+        softmax = softmax_over(group)
         rows = max(128, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))
         chunks = list(range(0, hidden.shape[0], rows))
         loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
@@ -139,6 +139,11 @@ def softmax_gradient(logits: Tensor, labels: Tensor, log_sum: Tensor) -> Tensor:
     grad, target = torch.exp(logits.float() - log_sum[:, None]), labels.clamp(min=0)[:, None]
     grad.scatter_add_(1, target, -(labels >= 0).to(grad.dtype)[:, None])
     return torch.where((labels != IGNORE)[:, None], grad, 0.0)
+
+
+def softmax_over(group: Any) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Return the cross entropy of a whole vocabulary, or of parts on the ranks of a group."""
+    return softmax_cross_entropy if group is None else partial(parallel_cross_entropy, group=group)
 
 
 def parallel_cross_entropy(

@@ -12,6 +12,9 @@ other gradients after their cast, and is multiplied by weight and hidden states 
 FP8 GEMMs on Hopper read both operands along their inner dimension, so a matrix that two GEMMs read is stored
 in both layouts. On a CPU, or a GPU without FP8 tensor cores, the same products are accumulated in float32.
 
+If ranks hold parts of the vocabulary, the parts of the weight are cast with the amax of the whole, so that
+their values are those of one rank, and the sums of a row's other gradients are added up over the ranks.
+
 T tokens, D hidden size, V vocabulary.
 """
 
@@ -21,13 +24,14 @@ import importlib
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from fp8_suite.te_models.kernels.loss import (
     IGNORE,
     LinearCrossEntropy,
     TokenLoss,
-    softmax_cross_entropy,
     softmax_gradient,
+    softmax_over,
 )
 from fp8_suite.te_models.kernels.selection import reports_failure
 from fp8_suite.te_models.settings import CHUNK_BYTES, TOKENS_PER_GEMM
@@ -47,25 +51,27 @@ class Fp8(NamedTuple):
     inverse: Tensor  # [] float32
 
 
-def linear_cross_entropy_fp8(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenLoss:
-    """Compute `loss.linear_cross_entropy` with its GEMMs in FP8; V and D must be multiples of 16.
+def linear_cross_entropy_fp8(hidden: Tensor, weight: Tensor, labels: Tensor, group: Any = None) -> TokenLoss:
+    """Compute `loss.linear_cross_entropy` with its GEMMs in FP8; sizes of `weight` must be multiples of 16.
 
     `hidden` [T, D] and `weight` [V, D] are rounded to BF16 first; `labels` [T] int64.
     """
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return TokenLoss(*_Fp8LinearCrossEntropy.apply(hidden, weight, labels, needs_grad))
+    return TokenLoss(*_Fp8LinearCrossEntropy.apply(hidden, weight, labels, needs_grad, group))
 
 
 class _Fp8LinearCrossEntropy(LinearCrossEntropy):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_grad: bool) -> tuple:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_grad: bool, group: Any
+    ) -> tuple:
         tokens, vocab = hidden.shape[0], weight.shape[0]
         padding = -tokens % MULTIPLE
         if padding:
             hidden, labels = F.pad(hidden, (0, 0, 0, padding)), F.pad(labels, (0, padding), value=IGNORE)
         needs_weight = needs_grad and ctx.needs_input_grad[1]  # not frozen
-        x, w = cast(hidden, columns=needs_weight), cast(weight, columns=needs_grad)
+        x, w = cast(hidden, columns=needs_weight), cast(weight, columns=needs_grad, group=group)
         rows = max(128, CHUNK_BYTES // (2 * vocab) // 128 * 128)
         loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
         correct = torch.zeros((), device=hidden.device, dtype=torch.int64)
@@ -79,7 +85,7 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
                 end = min(last, start + rows)
                 target = labels[start:end]
                 logits = multiply(x.rows[start:end], w.rows, x.inverse, w.inverse, fast=True)  # [rows, V]
-                chunk_loss, chunk_correct, log_sum = softmax_cross_entropy(logits, target)
+                chunk_loss, chunk_correct, log_sum = softmax_over(group)(logits, target)
                 loss += chunk_loss
                 correct += chunk_correct
                 if needs_grad:
@@ -95,6 +101,9 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
                 grad_weight = _accumulate(grad_weight, *operands, only=last - first == len(labels))
                 del operands
             del columns
+        if needs_grad and group is not None:
+            dist.all_reduce(at_label, group=group)
+            at_label.masked_fill_(labels < 0, 0.0)  # labels of other parts
         if needs_grad:
             add_labels_to_hidden_grad_(grad_hidden, weight, labels, at_label)
         if needs_weight:
@@ -141,9 +150,14 @@ def multiply(
         return (a.float() @ b.float().t() * (a_inverse * b_inverse)).to(dtype)
 
 
-def cast(matrix: Tensor, *, columns: bool = True) -> Fp8:
-    """Cast a BF16 matrix [M, N] to E4M3, also transposed if `columns`; an amax of 0 has scale 1."""
+def cast(matrix: Tensor, *, columns: bool = True, group: Any = None) -> Fp8:
+    """Cast a BF16 matrix [M, N] to E4M3, also transposed if `columns`; an amax of 0 has scale 1.
+
+    The amax is the largest of all ranks of a `group`. Collective then.
+    """
     amax = torch.linalg.vector_norm(matrix, float("inf")).float()
+    if group is not None:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
     scale = (torch.finfo(E4M3).max / amax).clamp(max=torch.finfo(torch.float32).max)
     scale = torch.where(amax > 0, scale, 1.0)
     if kernels := _kernels(matrix):
@@ -161,20 +175,25 @@ def cast_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Cast the gradient of logits [rows, V] to scaled E5M2 with zeros at labels.
 
-    Return it and the gradient at the labels, [rows] float32. Also write the cast gradient, transposed, to
-    `columns` [V, .], beginning at column `at`.
+    Return it and the gradient at the labels, [rows] float32: minus the row's sum. Also write the cast
+    gradient, transposed, to `columns` [V, .], beginning at column `at`. A label of -1 is in another rank's
+    part of the vocabulary, and the gradient at it is this rank's term of a sum.
     """
     if kernels := _kernels(logits):
         settings = {"ignore": IGNORE, "scale": GRADIENT_SCALE}
         return kernels.gradient_both(logits, labels, log_sum, columns, at, **settings)
-    gradient = softmax_gradient(logits, labels, log_sum).scatter_(1, labels.clamp(min=0)[:, None], 0.0)
+    at_label = torch.arange(logits.shape[1], device=labels.device) == labels[:, None]
+    gradient = softmax_gradient(logits, labels, log_sum).masked_fill_(at_label, 0.0)
     rows = (gradient * GRADIENT_SCALE).to(E5M2)
     columns[:, at : at + len(rows)] = _transposed(rows)
     return rows, rows.float().sum(1) / -GRADIENT_SCALE
 
 
 def add_labels_to_hidden_grad_(grad_hidden: Tensor, weight: Tensor, labels: Tensor, at_label: Tensor) -> None:
-    """Add at_label[t] * weight[labels[t]] to each row t of `grad_hidden` [T, D]; weight [V, D]."""
+    """Add at_label[t] * weight[labels[t]] to each row t of `grad_hidden` [T, D]; weight [V, D].
+
+    `at_label` is zero where `labels` are negative.
+    """
     if kernels := _kernels(weight):
         return kernels.add_labels_to_hidden_grad_(grad_hidden, weight, labels, at_label)
     rows = weight.index_select(0, labels.clamp(min=0)).float()
@@ -188,7 +207,7 @@ def add_labels_to_weight_grad_(grad_weight: Tensor, hidden: Tensor, labels: Tens
     """
     if kernels := _kernels(hidden):
         return kernels.add_labels_to_weight_grad_(grad_weight, hidden, labels, at_label)
-    valid = labels != IGNORE
+    valid = labels >= 0
     rows, places = labels[valid].unique(return_inverse=True)
     parts = at_label[valid, None] * hidden[valid].float()
     sums = parts.new_zeros(len(rows), parts.shape[1]).index_add_(0, places, parts)

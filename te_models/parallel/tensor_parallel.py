@@ -9,14 +9,13 @@ T tokens, D hidden size, V vocabulary, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fp8_suite.te_models.kernels.loss import IGNORE, TokenLoss, linear_cross_entropy, parallel_cross_entropy
+from fp8_suite.te_models.kernels.loss import IGNORE, TokenLoss, linear_cross_entropy
 from fp8_suite.te_models.parallel.sequence_parallel import gather_tokens, scatter_tokens
 from torch import Tensor, nn
 
@@ -127,16 +126,21 @@ class TensorParallel:
         hidden = embedding(torch.where(held, row, 0)).masked_fill(~held[..., None], 0.0)
         return scatter_tokens(hidden, self.group)  # exact: a sum of one embedding and zeros
 
-    def token_loss(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenLoss:
+    def token_loss(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        head_loss: Callable[..., TokenLoss] = linear_cross_entropy,
+    ) -> TokenLoss:
         """Return the loss of this rank's hidden states [T/N, D] and of all others', over all labels [T].
 
-        `weight` [V/N, D] is this rank's part of the LM head.
+        `weight` [V/N, D] is this rank's part of the LM head, and `head_loss` computes the loss of it.
         """
         row = labels - self.rank * len(weight)
         held = (row >= 0) & (row < len(weight))
         labels = torch.where(labels == IGNORE, IGNORE, torch.where(held, row, -1))
-        softmax = partial(parallel_cross_entropy, group=self.group)
-        return linear_cross_entropy(gather_tokens(hidden, self.group), weight, labels, softmax)
+        return head_loss(gather_tokens(hidden, self.group), weight, labels, self.group)
 
     def sum_gradients(self, gradients: list[Tensor]) -> None:
         """Sum the ranks' gradients of weights that all of them hold, in place and in float32. Collective."""

@@ -1,5 +1,6 @@
 """The search of the fastest layout against all layouts, and what it does about what does not fit."""
 
+import json
 from dataclasses import replace
 from itertools import product
 
@@ -10,6 +11,7 @@ from fp8_suite.benchmarks.plan.predict import make_plan
 from fp8_suite.benchmarks.plan.published import PUBLISHED
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.gpus import GPUS
+from fp8_suite.te_models.presets import PRESETS
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.layout import Layout
 
@@ -70,6 +72,15 @@ def test_sizes_that_are_given_are_kept_and_adapters_are_not_split():
     assert {plan.setup.layout.tp for plan in plans} == {4}
     plans = search(settings("8B", 8192, 64, lora_rank=16), 8)
     assert {plan.setup.layout.slices for plan in plans} == {1}
+
+
+@pytest.mark.parametrize("precision", [{"fp8_lm_head": True}, {"fp8_scenario": "block"}])
+def test_layouts_whose_parts_do_not_fit_the_recipe_are_left_out(precision, tmp_path):
+    sizes = {"vocab_size": 16 * 2001, "intermediate_size": 128 * 113}  # neither half is a multiple
+    preset = PRESETS["meta-llama/Llama-3.1-8B"] | sizes
+    (tmp_path / "config.json").write_text(json.dumps(preset))
+    plans = search(settings("8B", 8192, 64, **precision, model_name=str(tmp_path)), 4)
+    assert len(plans) > 2 and {plan.setup.layout.tp for plan in plans} == {1}
 
 
 def test_what_cannot_be_searched_is_an_error_with_its_flag():

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from fp8_suite.te_models.kernels import loss_fp8
+from fp8_suite.te_models.kernels.loss import softmax_cross_entropy
 from fp8_suite.te_models.kernels.loss_fp8 import (
     E5M2,
     GRADIENT_SCALE,
@@ -13,7 +14,6 @@ from fp8_suite.te_models.kernels.loss_fp8 import (
     cast,
     cast_gradient,
     linear_cross_entropy_fp8,
-    softmax_cross_entropy,
 )
 
 from tests.gpu.test_run import SMALL, losses, train
@@ -45,6 +45,7 @@ def test_gradients_of_logits_match_the_cpu(rows):
     expected = softmax_cross_entropy(logits, labels)
     assert loss.item() == pytest.approx(expected[0].item(), rel=1e-5) and correct == expected[1]
     torch.testing.assert_close(log_sum.cpu(), expected[2])
+    labels[1::3] = -1  # in another rank's part of the vocabulary
     columns = torch.zeros(2064, rows + 32, dtype=torch.uint8, device=DEVICE).view(E5M2)
     actual, at_label = cast_gradient(logits.to(DEVICE), labels.to(DEVICE), log_sum, columns, 16)
     wanted, _ = cast_gradient(logits, labels, log_sum.cpu(), columns.cpu(), 16)
@@ -60,12 +61,12 @@ def test_gradients_of_logits_match_the_cpu(rows):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("tokens", "width"), [(16, 48), (1040, 2048)])
 def test_label_gradients_match_the_cpu_and_are_deterministic(tokens, width, dtype):
-    """One label has half of all tokens, others have few; some tokens have no label."""
+    """One label has half of all tokens, others have few; some have none, or one of another rank's part."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(tokens, width).bfloat16(), torch.randn(512, width).bfloat16()
     labels, at_label = torch.randint(0, 512, (tokens,)), torch.rand(tokens)
-    labels[::2], labels[::5] = 7, -100
-    at_label[::5] = 0.0
+    labels[::2], labels[::5], labels[1::5] = 7, -100, -1
+    at_label[labels < 0] = 0.0
 
     def added(device):
         by_hidden, by_weight = torch.ones_like(hidden, device=device), weight.to(device, dtype, copy=True)

@@ -8,7 +8,9 @@ import torch.distributed as dist
 from fp8_suite.te_models.decoder import layer_settings
 from fp8_suite.te_models.emulation import TransformerLayer, autocast
 from fp8_suite.te_models.emulation.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8_suite.te_models.kernels import loss_fp8
 from fp8_suite.te_models.kernels.loss import IGNORE, linear_cross_entropy
+from fp8_suite.te_models.kernels.loss_fp8 import cast, linear_cross_entropy_fp8
 from fp8_suite.te_models.parallel.sequence_parallel import gather_tokens
 from fp8_suite.te_models.parallel.tensor_parallel import SPLIT, Region, TensorParallel
 from torch import Tensor, nn
@@ -125,6 +127,34 @@ def compare_losses(rank: int, folder: Path) -> None:
 
 def test_ranks_that_share_a_vocabulary_have_the_loss_of_one(tmp_path):
     run_ranks(compare_losses, tmp_path)
+
+
+def compare_fp8_heads(rank: int, folder: Path) -> None:
+    loss_fp8.CHUNK_BYTES, loss_fp8.TOKENS_PER_GEMM = 1, 256  # several chunks, and several GEMMs of wgrad
+    torch.manual_seed(0)
+    tensor, vocabulary, tokens = TensorParallel(dist.group.WORLD), 96, 300
+    weight = (torch.randn(vocabulary, D) / 16).bfloat16()
+    weight[vocabulary // 2 :] *= 1.5  # parts with different amaxes
+    hidden = torch.randn(tokens, D).bfloat16()
+    labels = torch.randint(vocabulary, (tokens,))
+    labels[::3] = IGNORE
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    expected = linear_cross_entropy_fp8(*leaves, labels)
+    wanted = [grad.chunk(2)[rank] for grad in torch.autograd.grad(expected.loss, leaves)]
+    parts = [leaf.detach().chunk(2)[rank].clone().requires_grad_() for leaf in leaves]
+    actual = tensor.token_loss(*parts, labels, linear_cross_entropy_fp8)
+    gradients = torch.autograd.grad(actual.loss, parts)
+    torch.testing.assert_close(actual.loss, expected.loss)
+    assert actual.correct == expected.correct > 0
+    for gradient, reference in zip(gradients, wanted, strict=True):
+        error = (gradient - reference).norm() / reference.norm()
+        assert error < 5e-3, f"{error:.1e}"  # a rounding to BF16
+    whole = cast(weight.detach())
+    assert torch.equal(cast(parts[1].detach(), group=tensor.group).rows, whole.rows.chunk(2)[rank])
+
+
+def test_ranks_that_share_an_fp8_head_have_the_loss_and_gradients_of_one(tmp_path):
+    run_ranks(compare_fp8_heads, tmp_path)
 
 
 @pytest.mark.parametrize(("dim", "stacked"), [(0, 1), (0, 2), (1, 1)])

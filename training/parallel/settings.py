@@ -48,9 +48,7 @@ AXES = {"cp": "context_parallel_size", "tp": "tensor_parallel_size", "pp": "pipe
 # Sizes of parallel axes -> settings that do not run with them.
 EXCLUDED = {
     "context_parallel_size": (),
-    "tensor_parallel_size": (
-        *("lora_rank", "offload_optimizer", "fp8_weights", "fp8_all_gather", "fp8_lm_head"),
-    ),
+    "tensor_parallel_size": ("lora_rank", "offload_optimizer", "fp8_weights", "fp8_all_gather"),
     "pipeline_parallel_size": (
         *("lora_rank", "offload_optimizer", "offload_activations", "fp8_weights", "fp8_stats_interval"),
     ),

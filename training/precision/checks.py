@@ -56,10 +56,13 @@ def check_sizes(precision: Precision, model_name: str, sizes: dict[str, int]) ->
             check_gemm_sizes(recipe, module_sizes, way_out=way_out, model_name=model_name)
 
 
-def check_lm_head(model_name: str, hidden_size: int, vocab_size: int, *, one_gemm: bool = True) -> None:
+def check_lm_head(cfg: Config, hidden_size: int, vocab_size: int, *, one_gemm: bool = True) -> None:
     """UserError if --fp8_lm_head cannot run. `one_gemm`: the logits are the output of a single GEMM."""
-    settings = {"fp8_lm_head": True, "model_name": model_name}
+    settings = {"fp8_lm_head": True, "model_name": cfg.model.model_name}
     if not one_gemm:
         raise bad_setting("this model computes its logits with more than one GEMM; drop it", **settings)
     sizes = {"hidden size": hidden_size, "vocabulary": vocab_size}
+    if (parts := cfg.sharding.tensor_parallel_size) > 1:
+        sizes = {"hidden size": hidden_size, "a rank's vocabulary": vocab_size // parts}
+        settings["tensor_parallel_size"] = parts
     check_gemm_sizes(LM_HEAD_RECIPE, sizes, way_out="drop --fp8_lm_head", **settings)
