@@ -23,7 +23,7 @@ from fp8_suite.te_models.kernels import flash_attention_cache
 from fp8_suite.te_models.kernels.flash_attention_cache import Variant
 from fp8_suite.te_models.presets import PRESETS, require_model
 from fp8_suite.training.config import Config, parse_config
-from fp8_suite.training.estimate.sizes import check_number_of_ranks
+from fp8_suite.training.estimate.sizes import check_number_of_ranks, without_auto_sizes
 from fp8_suite.training.parallel.settings import read_deepspeed_config
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def parse_early(description: str) -> Config | None:
     try:
         cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
         require_inputs(cfg)
-        check_number_of_ranks(cfg, 1)
+        check_number_of_ranks(without_auto_sizes(cfg), 1)
         return cfg
     except UserError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)

@@ -53,7 +53,7 @@ from fp8_suite.training.parallel.strategies import Strategy
 from fp8_suite.training.parallel.topology import Topology
 from fp8_suite.training.parallel.watchdog import DATA_SECONDS, Watchdog
 from fp8_suite.training.precision import fp8_stats, precision_map
-from fp8_suite.training.resolve import Resolved, resolve
+from fp8_suite.training.resolve import Resolved, resolve, resolve_layout
 from fp8_suite.training.tracking import profiling
 
 T = TypeVar("T")
@@ -151,6 +151,8 @@ def _decide(
     ranks.agree("the settings", cfg.to_dict())
     if ranks.world_size() > 1:  # hashes all source files
         ranks.agree("the software", software())
+    watchdog.starting("choosing the layout")
+    cfg = resolve_layout(cfg, device)
     resolved = _on_each_rank(watchdog, "resolving precision and model", lambda: resolve(cfg))
     ranks.agree("the effective precision", resolved.precision.comparable())
     ranks.agree("the model's files", resolved.weights_digests)

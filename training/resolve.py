@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from fp8_suite.core.errors import bad_setting, counted
+import torch
+from fp8_suite.core.errors import as_flag, bad_setting, counted
+from fp8_suite.core.readers import read_record
 from fp8_suite.core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.quantized.reader import SQUARE, block_of
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import ModelSpec, digests, find_model
-from fp8_suite.training.config import Config
+from fp8_suite.training.config import Config, read_settings
+from fp8_suite.training.estimate.choose import choose_layout, free_memory
 from fp8_suite.training.estimate.layout import Layout, check_layout
+from fp8_suite.training.estimate.sizes import auto_sizes, without_auto_sizes
 from fp8_suite.training.export.loss import require_fp8_export
 from fp8_suite.training.optim import moments
 from fp8_suite.training.optim import optimizer as optim
@@ -36,6 +42,54 @@ class Resolved:
     cp_comm_type: str | None = None  # that runs; None without context parallelism
 
 
+def resolve_layout(cfg: Config, device: torch.device) -> Config:
+    """Return the settings with numbers in place of `auto` for parallel sizes. Collective.
+
+    A resumed run keeps its layout on the same number of ranks. UserError if no layout fits.
+    """
+    if not auto_sizes(cfg):
+        return cfg
+    free = ranks.run_on_all_ranks(lambda: free_memory(cfg, device))
+    return ranks.run_on_rank0(lambda: _resolve_layout(cfg, device, free))
+
+
+def _resolve_layout(cfg: Config, device: torch.device, free: list[int | None]) -> Config:
+    names = " ".join(as_flag(*setting) for setting in auto_sizes(cfg).items())
+    if sharding := _saved_sharding(cfg):
+        print_rank0(f"{names}: as in {cfg.checkpoint.output_dir}")
+        return replace(cfg, sharding=replace(cfg.sharding, **sharding))
+    reasons = {
+        "one rank": ranks.world_size() == 1,
+        "no GPU, so GPU memory is no limit": device.type != "cuda",
+        "ranks share Transformer Engine layers only": not cfg.model.use_te,
+        "the run only evaluates": cfg.optim.max_steps == 0,
+    }
+    if reason := next((reason for reason, applies in reasons.items() if applies), None):
+        print_rank0(f"{names}: 1 ({reason})")
+        return without_auto_sizes(cfg)
+    precision, spec = recipes.resolve_precision(cfg), _find_model(cfg)
+    shape = ModelShape.from_hf_config(spec.config)
+
+    def check(candidate: Config) -> None:
+        _check_layout(candidate, precision, spec, shape)
+
+    return choose_layout(cfg, spec, device, precision.effective, min(free), check)
+
+
+def _saved_sharding(cfg: Config) -> dict[str, Any]:
+    """Return the layout of the run to resume, in place of `auto`; {} if there is none for these ranks."""
+    folder = Path(cfg.checkpoint.output_dir or "")
+    ranks_then = read_record(folder / "env.json").get("world_size")
+    if not cfg.checkpoint.output_dir or ranks_then != ranks.world_size():
+        return {}
+    settings, names = read_settings(folder), auto_sizes(cfg)
+    if cfg.sharding.sharding_mode == AUTO:
+        names = [*names, "sharding_mode"]
+    if "pipeline_parallel_size" in names:
+        names = [*names, "virtual_stages"]
+    return {name: settings[name] for name in names if name in settings}
+
+
 def resolve(cfg: Config) -> Resolved:
     """Resolve recipe and model; warn about fallbacks and unused settings.
 
@@ -45,13 +99,7 @@ def resolve(cfg: Config) -> Resolved:
     torchao_fp8.silence_import()  # transformers imports torchao wherever it is installed
     if precision.effective in TORCHAO_RECIPES:
         torchao_fp8.require_torchao()
-    spec = find_model(
-        cfg.model.model_name,
-        init=cfg.model.init,
-        use_te=cfg.model.use_te,
-        trust_remote_code=cfg.model.trust_remote_code,
-        max_seq_length=cfg.data.max_seq_length,
-    )
+    spec = _find_model(cfg)
     precision = precision_map.resolve_map(cfg, precision, spec.config.get_text_config())
     if unused := spec.unused:
         count, names = counted(len(unused), "tensor"), ", ".join(unused[:3]) + ", ..." * (len(unused) > 3)
@@ -78,6 +126,16 @@ def resolve(cfg: Config) -> Resolved:
     return Resolved(precision, spec, shape, _flops_shape(cfg, spec, shape), weights_digests, communication)
 
 
+def _find_model(cfg: Config) -> ModelSpec:
+    return find_model(
+        cfg.model.model_name,
+        init=cfg.model.init,
+        use_te=cfg.model.use_te,
+        trust_remote_code=cfg.model.trust_remote_code,
+        max_seq_length=cfg.data.max_seq_length,
+    )
+
+
 def _flops_shape(cfg: Config, spec: ModelSpec, shape: ModelShape | None) -> ModelShape | None:
     """Return the shape for counting FLOPs. If they cannot be counted, print why and return None."""
     length = cfg.data.max_seq_length
@@ -96,16 +154,24 @@ def _check(cfg: Config, precision: Precision, spec: ModelSpec, shape: ModelShape
     if shape is not None and cfg.model.recompute != AUTO:
         recompute_levels(cfg.model.recompute, shape.num_layers)
     if shape is not None and cfg.model.use_te:
-        cfg.sharding.data_ranks(ranks.world_size())
-        check_tensor_parallel(cfg, shape, ranks.local_rank_and_size()[1])
-        part = shape.part(cfg.sharding.tensor_parallel_size)
-        checks.check_sizes(precision, spec.name, part.gemm_sizes)
+        _check_layout(cfg, precision, spec, shape)
     checks.check_settings(cfg, precision)
     if "fp8" in cfg.export_folders:
         require_fp8_export(spec)
     if cfg.precision.fp8_lm_head:
         text, one_gemm = spec.config.get_text_config(), cfg.model.use_te or spec.is_known_family
         checks.check_lm_head(cfg, text.hidden_size, text.vocab_size, one_gemm=one_gemm)
+
+
+def _check_layout(cfg: Config, precision: Precision, spec: ModelSpec, shape: ModelShape) -> None:
+    """UserError if the ranks cannot share this model's layers and sequences."""
+    cfg.sharding.data_ranks(ranks.world_size())
+    check_tensor_parallel(cfg, shape, ranks.local_rank_and_size()[1])
+    part = shape.part(cfg.sharding.tensor_parallel_size)
+    checks.check_sizes(precision, spec.name, part.gemm_sizes)
+    comm_type(cfg.sharding, part, precision.te_backend)
+    if cfg.precision.fp8_lm_head:
+        checks.check_lm_head(cfg, shape.hidden_size, shape.vocab_size)
 
 
 def check_tensor_parallel(cfg: Config, shape: ModelShape, gpus_per_node: int) -> None:

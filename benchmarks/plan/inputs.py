@@ -82,11 +82,7 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
     if not shape.sees_all(length := cfg.data.max_seq_length):
         reason = f"predictions do not cover the sliding window of {shape.window} tokens; use at most that"
         raise bad_setting(reason, max_seq_length=length)
-    # Imported here because they import torch.
-    from fp8_suite.training.parallel.context_parallel import comm_type
-    from fp8_suite.training.precision import precision_map
-
-    comm_type(cfg.sharding, shape.part(cfg.sharding.tensor_parallel_size), "native")
+    from fp8_suite.training.precision import precision_map  # imports torch
 
     if cfg.model.use_te and Path(name, "config.json").exists():  # TE supports all presets
         from transformers import AutoConfig
@@ -98,17 +94,19 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
         if reason := model.family.unsupported(config):
             raise bad_setting(f"{reason}; drop --use_te", use_te=True, model_name=name)
     precision_map.assign(cfg, precision_map.te_names(shape.num_layers), shape.num_layers)
-    refuse_gemm_sizes(cfg, shape)
+    refuse_part(cfg, shape)
 
 
-def refuse_gemm_sizes(cfg: Config, shape: ModelShape) -> None:
-    """Raise UserError for a model whose layers, or a rank's parts of them, do not fit FP8 GEMMs."""
-    from fp8_suite.training.precision import checks  # imports torch
+def refuse_part(cfg: Config, shape: ModelShape) -> None:
+    """Raise UserError for layers, or a rank's parts of them, that do not fit FP8 GEMMs or --cp_comm_type."""
+    from fp8_suite.training.parallel.context_parallel import comm_type  # imports torch
+    from fp8_suite.training.precision import checks
 
+    part = shape.part(cfg.sharding.tensor_parallel_size)
+    comm_type(cfg.sharding, part, "native")
     if cfg.precision.mixed_precision == "fp8" and cfg.model.use_te:
         settings = {"fp8_scenario": cfg.requested_recipe, "model_name": cfg.model.model_name}
-        sizes = shape.part(cfg.sharding.tensor_parallel_size).gemm_sizes
-        checks.check_gemm_sizes(cfg.requested_recipe, sizes, **settings)
+        checks.check_gemm_sizes(cfg.requested_recipe, part.gemm_sizes, **settings)
     if cfg.precision.fp8_lm_head:
         checks.check_lm_head(cfg, shape.hidden_size, shape.vocab_size)
 

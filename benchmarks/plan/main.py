@@ -30,6 +30,7 @@ from fp8_suite.training.estimate.memory import checkpoint_bytes
 from fp8_suite.training.estimate.sizes import (
     UNCOMPILED,
     auto_settings,
+    auto_sizes,
     compiles_layers,
 )
 from fp8_suite.training.estimate.transfers import NETWORK_BANDWIDTH
@@ -70,7 +71,7 @@ def run(argv: list[str]) -> str:
     gpu = read_gpu(args, cfg)
     if args.disk_gb_per_second is None and "save_interval" in given_settings(training, PROG, owned=()):
         args.disk_gb_per_second = DISK_GBS
-    if args.best_layout:
+    if args.best_layout or auto_sizes(cfg):
         return _best_layouts(cfg, gpu, args)
     plans, refused = _make_plans(cfg, gpu, args)
     tables = _tables(plans, args.tokens, args.price_per_gpu_hour)

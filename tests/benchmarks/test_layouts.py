@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from fp8_suite.benchmarks.plan.layouts import MODES_TRIED, best_layouts
+from fp8_suite.benchmarks.plan.layouts import best_layouts
 from fp8_suite.benchmarks.plan.main import run
 from fp8_suite.benchmarks.plan.predict import make_plan
 from fp8_suite.benchmarks.plan.published import PUBLISHED
@@ -14,6 +14,7 @@ from fp8_suite.core.gpus import GPUS
 from fp8_suite.te_models.presets import PRESETS
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.layout import Layout
+from fp8_suite.training.estimate.search import MODES_TRIED
 
 FP8 = {"use_te": True, "mixed_precision": "fp8"}
 
@@ -84,10 +85,13 @@ def test_layouts_whose_parts_do_not_fit_the_recipe_are_left_out(precision, tmp_p
 
 
 def test_what_cannot_be_searched_is_an_error_with_its_flag():
-    for cfg, gpus in ((settings("8B", 8192, None), 8), (settings("405B", 8192, 8), 8)):
+    for cfg, flag in (
+        (settings("8B", 8192, None), "tensor_parallel_size"),
+        (settings("405B", 8192, 8), "best_layout"),
+    ):
         with pytest.raises(UserError) as error:
-            search(cfg, gpus)
-        assert "best_layout" in error.value.flags
+            search(cfg, 8)
+        assert flag in error.value.flags
 
 
 def test_the_command_prints_flags_that_give_the_same_plan():

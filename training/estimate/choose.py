@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from fp8_suite.core.errors import as_flag, bad_setting
+from fp8_suite.core.errors import UserError, as_flag, bad_setting, counted
 from fp8_suite.core.gpus import REFERENCE_GPU, planned_gpu
 from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.families import FAMILIES
@@ -17,6 +18,7 @@ from fp8_suite.training.config import Config, refused_by_zero_3
 from fp8_suite.training.estimate import advice, sizes
 from fp8_suite.training.estimate.layout import check_pipeline
 from fp8_suite.training.estimate.modes import make_setup
+from fp8_suite.training.estimate.search import LayoutSearch
 from fp8_suite.training.estimate.setup import ModelSize
 from fp8_suite.training.estimate.sizes import UNCOMPILED, Sizing, compiles_layers
 from fp8_suite.training.optim.optimizer import moment_warning
@@ -94,13 +96,49 @@ def choose_sizing(
         gpu = planned_gpu(torch.cuda.get_device_name(device)) or REFERENCE_GPU
         sizing = sizes.choose_sizes(request, free, gpu)
     elif names := sizes.auto_settings(cfg):
-        way_out = ", or give a value" if ";" in unknown else "; give a value"
-        reason = f"the memory of a step is unknown, as {unknown}{way_out}"
-        raise bad_setting(reason, **dict.fromkeys(names, AUTO))
+        raise _unpredicted(names, unknown)
     else:
         sizing = sizes.unpredicted_sizes(request, free)
     advice.refuse_misfit(sizing)
     return sizing
+
+
+def choose_layout(
+    cfg: Config,
+    model: ModelSpec,
+    device: torch.device,
+    effective: str,
+    free: int,
+    check: Callable[[Config], None],
+) -> Config:
+    """Return the settings of the fastest layout that fits, in place of `auto` for parallel sizes and mode.
+
+    `check` raises UserError for sizes that the model cannot run with. Call on rank 0.
+    UserError if no layout fits, or if a step cannot be predicted.
+    """
+    mode, names = cfg.sharding.sharding_mode, sizes.auto_sizes(cfg)
+    if unknown := _why_unpredicted(cfg, model, "fsdp_full" if mode == AUTO else mode):
+        raise _unpredicted(names, unknown)
+    gpu = planned_gpu(torch.cuda.get_device_name(device)) or REFERENCE_GPU
+    gpus, per_node = ranks.world_size(), ranks.local_rank_and_size()[1]
+    search = LayoutSearch(_size_of(model, cfg.lora), gpus, per_node, gpu, free, check, effective=effective)
+    if not (fastest := search.fastest(cfg)):
+        # UserError with a way out, unless a micro-batch is given.
+        choose_sizing(sizes.without_auto_sizes(cfg), model, device, effective, free)
+        raise bad_setting(f"no layout on {counted(gpus, 'GPU')} fits; use more GPUs", **names)
+    chosen, needed = fastest[0].chosen, fastest[0].needed
+    values = {name: getattr(chosen.cfg.sharding, name) for name in names}
+    values |= chosen.layout.flags | {"sharding_mode": chosen.mode}
+    flags = " ".join(as_flag(*setting) for setting in values.items())
+    milliseconds = f"{1e3 * search.seconds(chosen):,.0f} ms per step"
+    print_rank0(f"layout: {flags}; predicted {milliseconds}, {sizes.gb(needed, free)}")
+    return replace(cfg, sharding=chosen.cfg.sharding)
+
+
+def _unpredicted(names: Iterable[str], unknown: str) -> UserError:
+    way_out = ", or give a value" if ";" in unknown else "; give a value"
+    reason = f"the memory of a step is unknown, as {unknown}{way_out}"
+    return bad_setting(reason, **dict.fromkeys(names, AUTO))
 
 
 def _fixed_mode(cfg: Config) -> str | None:

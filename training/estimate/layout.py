@@ -34,6 +34,10 @@ class Layout:
         """Return the idle time of a rank, in times of its micro-batches (arXiv:2104.04473, section 2.2)."""
         return (self.pp - 1) / (self.virtual * micro_batches)
 
+    def is_filled(self, micro_batches: int) -> bool:
+        """True if a step has enough micro-batches for the pipeline's schedule."""
+        return micro_batches >= self.pp and (self.virtual == 1 or micro_batches % self.pp == 0)
+
     def in_flight(self, stage: int, micro_batches: int) -> float:
         """Return the micro-batches whose activations a rank keeps, under (interleaved) 1F1B."""
         later = self.pp - 1 - stage  # ranks after this one
@@ -85,7 +89,7 @@ def check_pipeline(layout: Layout, layers: int, micro_batches: int) -> None:
     pp, virtual = layout.pp, layout.virtual
     if layers < pp * virtual:
         raise bad_setting(f"the model has {layers} layers; use at most as many stages", **layout.flags)
-    if pp > 1 and (micro_batches < pp or (virtual > 1 and micro_batches % pp)):
+    if not layout.is_filled(micro_batches):
         accumulation = max(1, round(micro_batches / pp)) * pp
         reason = f"a pipeline of {pp} ranks needs {'a multiple of' if virtual > 1 else 'at least'} {pp}"
         way_out = f"use --gradient_accumulation_steps {accumulation}, or a smaller --batch_size"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 from fp8_suite.core.errors import bad_setting, counted
@@ -23,7 +24,7 @@ from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.step_time import step_seconds
 from fp8_suite.training.optim.batch_ramp import ramp_sequences
 from fp8_suite.training.optim.settings import DEFAULT_BATCH
-from fp8_suite.training.parallel.settings import MODES
+from fp8_suite.training.parallel.settings import AXES, MODES
 
 # For CUDA, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fit into 150.1 GB, and the
 # largest underestimate of a recorded peak is 0.54 GB (`benchmarks.plan --check`).
@@ -72,6 +73,16 @@ def allowed_batches(cfg: Config, ranks: int) -> list[int]:
     if accumulation:
         return [share // accumulation]
     return [size for size in range(min(share, LARGEST_BATCH), 0, -1) if share % size == 0]
+
+
+def runnable_batches(request: TrainingSetup) -> list[int]:
+    """Return the allowed micro-batches that fill the pipeline, or all if none does."""
+    layout, allowed = request.layout, allowed_batches(request.cfg, request.data_ranks)
+    if layout.pp == 1:
+        return allowed
+    setups = [replace(request, cfg=with_sizes(request.cfg, request.data_ranks, batch)) for batch in allowed]
+    filled = [layout.is_filled(setup.batches.micro_batches(0)) for setup in setups]
+    return [*compress(allowed, filled)] or allowed
 
 
 def kept_global_batch(cfg: Config, ranks: int) -> dict[str, Any]:
@@ -187,7 +198,7 @@ def choose_sizes(request: TrainingSetup, free: float, gpu: Gpu = REFERENCE_GPU) 
     Each size of micro-batch recomputes as little as possible. The choice is the largest of those whose step
     is predicted to be fastest on `gpu`; if nothing fits, it is what needs least.
     """
-    batches = allowed_batches(request.cfg, request.data_ranks)
+    batches = runnable_batches(request)
     candidates = [_least_recomputation(request, batch, free, gpu) for batch in batches]
     if not (fitting := [sizing for sizing in candidates if sizing.fits]):
         return min(candidates, key=lambda sizing: sizing.needed)
@@ -276,3 +287,13 @@ def auto_settings(cfg: Config) -> list[str]:
     """Return the names of the settings that are `auto`."""
     values = cfg.to_dict()
     return [name for name in ("batch_size", "recompute") if values[name] == AUTO]
+
+
+def auto_sizes(cfg: Config) -> dict[str, str]:
+    """Return the parallel sizes that are `auto`, as settings."""
+    return {name: AUTO for name in AXES.values() if getattr(cfg.sharding, name) == AUTO}
+
+
+def without_auto_sizes(cfg: Config) -> Config:
+    """Return the settings with 1 in place of `auto` for parallel sizes."""
+    return replace(cfg, sharding=replace(cfg.sharding, **dict.fromkeys(auto_sizes(cfg), 1)))

@@ -77,17 +77,17 @@ class ShardingConfig(Section):
     hsdp_shard_size: int | None = resumable(
         None, "ranks that share one copy of the model under hsdp; default: the ranks of a node", minimum=1
     )
-    context_parallel_size: int = resumable(
-        1, "ranks that share each sequence, with --use_te (docs/multi_gpu.md)", minimum=1
+    context_parallel_size: int | Literal["auto"] = resumable(
+        1, "ranks that share each sequence, with --use_te; auto: fastest layout that fits", minimum=1
     )
     cp_comm_type: Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"] = resumable(
         "auto", "how the ranks of a sequence attend; auto: a2a if they divide the heads, else all_gather"
     )
-    tensor_parallel_size: int = resumable(
-        1, "ranks of a node that share each layer, with --use_te (docs/multi_gpu.md)", minimum=1
+    tensor_parallel_size: int | Literal["auto"] = resumable(
+        1, "ranks of a node that share each layer, with --use_te; auto: fastest layout that fits", minimum=1
     )
-    pipeline_parallel_size: int = resumable(
-        1, "ranks that share the layers, with --use_te (docs/multi_gpu.md)", minimum=1
+    pipeline_parallel_size: int | Literal["auto"] = resumable(
+        1, "ranks that share the layers, with --use_te; auto: fastest layout that fits", minimum=1
     )
     pipeline_schedule: Literal["auto", "1f1b", "interleaved"] = resumable(
         "auto",
@@ -157,7 +157,7 @@ def axis_rules(s: Any) -> Iterator[tuple[str, str]]:
         if getattr(s, size) == 1 and getattr(s, name) not in (1, AUTO):
             yield name, f"only valid with --{size} 2 or more; drop it"
     for size, names in EXCLUDED.items():
-        if getattr(s, size) == 1:
+        if getattr(s, size) in (1, AUTO):
             continue
         if not s.use_te:
             yield f"{size} use_te", "ranks share Transformer Engine layers only; add --use_te"
@@ -168,6 +168,8 @@ def axis_rules(s: Any) -> Iterator[tuple[str, str]]:
                 yield f"{size} {name}", "do not run together; drop one of the two"
     if s.cp_comm_type == "a2a+p2p" and s.packing:
         yield "cp_comm_type packing", "TE has no a2a+p2p for packed rows; use p2p, or --no_packing"
+    if s.pipeline_parallel_size == AUTO:
+        return
     if s.pipeline_parallel_size > 1 and s.grad_reduce_dtype == "fp8":
         yield "pipeline_parallel_size grad_reduce_dtype", "pipelines exchange fp32 or bf16; choose one"
     if s.pipeline_schedule not in (AUTO, "interleaved" if s.virtual_stages > 1 else "1f1b"):

@@ -1,17 +1,25 @@
 """Mode, optimizer and sizes as training chooses them on its GPUs."""
 
+import json
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8_suite.benchmarks.plan.inputs import read_model
+from fp8_suite.benchmarks.plan.inputs import read_model, refuse_part
+from fp8_suite.benchmarks.plan.layouts import best_layouts
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.gpus import GPUS
+from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import find_model
-from fp8_suite.training import prepare
+from fp8_suite.training import prepare, resolve
+from fp8_suite.training.checkpoint.run_folder import write_config
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate import advice, choose
+from fp8_suite.training.estimate.layout import Layout
+from fp8_suite.training.parallel.settings import AXES
 from fp8_suite.training.parallel.watchdog import Watchdog
 
 AUTO = {"batch_size": "auto"}
@@ -111,3 +119,84 @@ def test_recomputation_that_cannot_run_is_refused_before_the_data_is_read(settin
     strategy = SimpleNamespace(device=torch.device(device), reentrant=True)
     with pytest.raises(UserError, match=message):
         choose.check_recomputation(config_from_dict({"use_te": True, **settings}), strategy)
+
+
+SIZES = dict.fromkeys(AXES.values(), "auto")
+
+
+def layout_settings(size, length=8192, batch=64, **more):
+    model = {"model_name": f"meta-llama/Llama-3.1-{size}", "init": "random", "max_seq_length": length}
+    sizes = {"batch_size": "auto", "recompute": "auto", "global_batch_size": batch} | SIZES
+    return config_from_dict(model | {"use_te": True, "mixed_precision": "fp8"} | sizes | more)
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """Return a function that chooses a layout on this number of H200s."""
+
+    def choose_on(gpus, cfg, free=1e9 * GPUS["H200"].memory_gb):
+        monkeypatch.setattr(choose, "dist", SimpleNamespace(is_initialized=lambda: True))
+        monkeypatch.setattr(choose.ranks, "world_size", lambda: gpus)
+        monkeypatch.setattr(choose.ranks, "local_rank_and_size", lambda: (0, 8))
+        spec = find_model(cfg.model.model_name, init="random", use_te=True)
+        check = partial(refuse_part, shape=ModelShape.from_hf_config(spec.config))
+        return choose.choose_layout(cfg, spec, CUDA, "delayed", int(free), check)
+
+    return choose_on
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "batch", "gpus"),
+    [("8B", 131_072, 8, 8), ("70B", 8192, 256, 16)],
+)
+def test_training_chooses_the_layout_that_the_planner_finds(size, length, batch, gpus, on_gpus, capsys):
+    cfg = layout_settings(size, length, batch)
+    chosen = on_gpus(gpus, cfg)
+    plan = best_layouts(cfg, GPUS["H200"], gpus=gpus)[0]
+    layout = Layout(**chosen.sharding.layout)
+    assert (layout, chosen.sharding.sharding_mode) == (plan.setup.layout, plan.setup.mode)
+    assert layout.flags and f"{1e3 * plan.step:,.0f} ms per step" in capsys.readouterr().out
+    assert replace(chosen, sharding=cfg.sharding) == cfg, "sizes of micro-batches are chosen later"
+
+
+def test_the_run_on_the_layout_is_the_predicted_one(on_gpus, capsys):
+    chosen = on_gpus(8, layout_settings("8B", 131_072, 8))
+    spec = find_model(chosen.model.model_name, init="random", use_te=True)
+    sizing = choose.choose_sizing(chosen, spec, CUDA, "delayed", int(1e9 * GPUS["H200"].memory_gb))
+    assert sizing.fits and f"{sizing.needed / 1e9:.1f} of" in capsys.readouterr().out
+    assert sizing.chosen.layout.cp > 1, "a sequence does not fit on one GPU"
+
+
+def test_sizes_that_are_given_are_kept(on_gpus):
+    fixed = {"tensor_parallel_size": 4, "pipeline_parallel_size": 1, "sharding_mode": "fsdp_full"}
+    sharding = on_gpus(8, layout_settings("8B", **fixed)).sharding
+    assert {name: getattr(sharding, name) for name in fixed} == fixed
+    assert on_gpus(8, layout_settings("8B", lora_rank=16)).sharding.tensor_parallel_size == 1, "is refused"
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"size": "405B"}, "model_name"),  # the state is too large
+        ({"size": "8B", "length": 131_072, "batch_size": 8, "recompute": "none"}, "context_parallel_size"),
+        ({"size": "8B", "batch": None}, "context_parallel_size"),
+        ({"size": "8B", "precision_map": "layers.0=bf16"}, "context_parallel_size"),
+    ],
+)
+def test_a_layout_that_cannot_be_chosen_is_an_error(settings, flag, on_gpus):
+    with pytest.raises(UserError) as refused:
+        on_gpus(8, layout_settings(**settings))
+    assert flag in refused.value.flags
+
+
+def test_without_gpus_sizes_are_one_and_a_resumed_run_keeps_its_own(tmp_path):
+    flags = {"model_name": "tiny-llama", "use_te": True, "te_backend": "emulated"} | SIZES
+    cfg = config_from_dict(flags | {"output_dir": str(tmp_path)})
+    with ExitStack() as cleanup:
+        *_, sizing = prepare._decide(cfg, torch.device("cpu"), Watchdog(1.0), cleanup)
+    assert sizing.chosen.cfg.sharding.layout == {"cp": 1, "tp": 1, "pp": 1, "virtual": 1}
+    saved = replace(cfg.sharding, context_parallel_size=2, tensor_parallel_size=1, pipeline_parallel_size=2)
+    write_config(replace(cfg, sharding=saved), tmp_path)
+    for ranks, layout in ((1, saved), (4, cfg.sharding)):
+        (tmp_path / "env.json").write_text(json.dumps({"world_size": ranks}))
+        assert replace(cfg.sharding, **resolve._saved_sharding(cfg)) == layout
