@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from fp8_suite.data.context import Context
 from fp8_suite.training.parallel import ranks
@@ -82,65 +83,40 @@ class Topology:
 
     def fsdp_mesh(self, device_type: str) -> DeviceMesh:
         """Return the mesh of FSDP2: `shard`, before it `replicate` if there are copies. Collective."""
-        shards = self.shard * self.cp
-        if self.pp * self.tp > 1:
-            sizes = {"pp": self.pp, "replicate": self.replicate, "shard": shards, "tp": self.tp}
-            mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-            return mesh["shard"] if self.replicate == 1 else mesh["replicate", "shard"]
-        if self.replicate == 1:
-            return init_device_mesh(device_type, (shards,), mesh_dim_names=("shard",))
-        return init_device_mesh(device_type, (self.replicate, shards), mesh_dim_names=("replicate", "shard"))
+        sizes = {"pp": self.pp, "replicate": self.replicate, "shard": self.shard * self.cp, "tp": self.tp}
+        sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == "shard"}
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return mesh[tuple(axis for axis in sizes if axis in ("replicate", "shard"))]
 
 
 def build_topology(cfg: ShardingConfig, mode: str) -> Topology:
     """Arrange all ranks for a sharding mode. Collective. UserError if the sizes do not fit."""
     spec, cp, tp = MODES[mode], cfg.context_parallel_size, cfg.tensor_parallel_size
-    pipeline = _pipeline(cfg.pipeline_parallel_size, ranks.world_size())
-    copies = ranks.world_size() // (cfg.pipeline_parallel_size * tp)  # ranks that hold the same weights
+    pp, world_size = cfg.pipeline_parallel_size, ranks.world_size()
+    copies = world_size // (pp * tp)  # ranks that hold the same weights
     shards = cp if spec.engine in ("none", "ddp") else copies
     if spec.in_groups:
         local_size = max(1, ranks.local_rank_and_size()[1] // tp)
         shards = ranks.run_on_rank0(lambda: cfg.shard_size(copies, local_size))
-    timeout = {"timeout": ranks.COLLECTIVE_TIMEOUT}
-    stage, world_size = copies * tp, ranks.world_size()
+    sizes = dict(zip(AXES, (pp, copies // shards, shards // cp, cp, tp), strict=True))
+    grid = np.arange(world_size).reshape(*sizes.values())
 
-    def same_part(block: int) -> list[list[int]]:
-        """Return the ranks of each block that hold the same parts of layers."""
-        starts = range(0, world_size, block)
-        return [[*range(start + part, start + block, tp)] for start in starts for part in range(tp)]
+    def group(*axes: str, members: Any = slice(None)) -> ProcessGroup | None:
+        """Return the group of the ranks that differ from this one in `axes` only; None if it is in none."""
+        last = [AXES.index(axis) for axis in axes]
+        rows = np.moveaxis(grid, last, range(-len(last), 0)).reshape(-1, prod(sizes[axis] for axis in axes))
+        lists = rows[:, members].tolist()
+        return dist.new_subgroups_by_enumeration(lists, timeout=ranks.COLLECTIVE_TIMEOUT)[0]
 
-    def groups(rank_lists: list[list[int]]) -> ProcessGroup:
-        return dist.new_subgroups_by_enumeration(rank_lists, **timeout)[0]
-
+    pipeline_group = group("pp") if pp > 1 else None
     return Topology(
         rank=ranks.rank(),
         nodes=ranks.num_nodes(),
-        replicate=copies // shards,
-        shard=shards // cp,
-        cp=cp,
-        tp=tp,
-        context_group=groups(same_part(cp * tp)) if cp > 1 else None,
-        tensor_group=dist.new_subgroups(tp, **timeout)[0] if tp > 1 else None,
-        sum_group=groups(same_part(stage)) if tp > 1 else None,
-        **pipeline,
+        **sizes,
+        context_group=group("cp") if cp > 1 else None,
+        tensor_group=group("tp") if tp > 1 else None,
+        sum_group=group("replicate", "shard", "cp") if tp > 1 else None,
+        stage_group=group("replicate", "shard", "cp", "tp") if pp > 1 else None,
+        pipeline_group=pipeline_group,
+        ends_group=group("pp", members=[0, -1]) if pp > 2 else pipeline_group,
     )
-
-
-def _pipeline(size: int, world_size: int) -> dict[str, Any]:
-    """Return the topology's fields for pipelines of `size` ranks. Collective."""
-    if size == 1:
-        return {}
-
-    def group(rank_lists: list[range]) -> ProcessGroup | None:
-        lists = [list(numbers) for numbers in rank_lists]
-        return dist.new_subgroups_by_enumeration(lists, timeout=ranks.COLLECTIVE_TIMEOUT)[0]
-
-    block = world_size // size
-    pipeline_group = group([range(i, world_size, block) for i in range(block)])
-    ends = [range(i, world_size, world_size - block) for i in range(block)]
-    return {
-        "pp": size,
-        "stage_group": group([range(i, i + block) for i in range(0, world_size, block)]),
-        "pipeline_group": pipeline_group,
-        "ends_group": pipeline_group if size == 2 else group(ends),
-    }
