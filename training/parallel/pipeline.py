@@ -24,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 Inputs = dict[str, Any]  # of the model, see `data.collate.Batch`
+Autocast = Callable[[], AbstractContextManager]
 
 
 class _Pipelined(Strategy):
@@ -31,14 +32,10 @@ class _Pipelined(Strategy):
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         super().wrap(model, optimizer)
-        return Pipeline(model, self.topology, self.device, self.before_last_backward)
+        return Pipeline(model, self)
 
     def run_pipeline(
-        self,
-        model: Pipeline,
-        micro_batches: list[Any],
-        autocast: Callable[[], AbstractContextManager],
-        factor: Tensor | float,
+        self, model: Pipeline, micro_batches: list[Any], autocast: Autocast, factor: Tensor | float
     ) -> Tensor:
         """Run forward and backward of a step's micro-batches. Return the sum of their losses.
 
@@ -123,29 +120,21 @@ class Pipeline(nn.Module):
     Called as the model is, for evaluation.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        topology: Topology,
-        device: torch.device,
-        before_last_backward: Callable[[nn.Module, range], None],
-    ):
+    def __init__(self, model: nn.Module, strategy: _Pipelined):
         super().__init__()
-        self.model, self.topology, self.device = model, topology, device
-        self.stages = [Stage(model, layers, before_last_backward) for layers in model.stages]
+        self.model, self.topology, self.device = model, strategy.topology, strategy.device
+        self.stages = [Stage(model, layers, strategy.before_last_backward) for layers in model.stages]
         # Numbers of micro-batches and of tokens, and their schedule, by "has backward".
         self.schedules: dict[bool, tuple[tuple[int, int], Any]] = {}
         # Communicators of NCCL are created by a collective of all ranks.
-        dist.all_reduce(torch.zeros((), device=device), group=topology.pipeline_group)
+        dist.all_reduce(torch.zeros((), device=self.device), group=self.topology.pipeline_group)
 
     def forward(self, **inputs: Any) -> TokenLoss:
         """Return loss and correct predictions of a micro-batch, without gradients, on every rank."""
         self._run([inputs], nullcontext, factor=None)
         return self._sums()
 
-    def train_on(
-        self, inputs: list[Inputs], autocast: Callable[[], AbstractContextManager], factor: Tensor | float
-    ) -> Tensor:
+    def train_on(self, inputs: list[Inputs], autocast: Autocast, factor: Tensor | float) -> Tensor:
         """Run forward and backward of a step's micro-batches. Return the sum of losses on every rank."""
         # Interleaved micro-batches come in rounds of `pp`. An epoch's last step may have any number of them.
         rest = len(inputs) % self.topology.pp if len(self.stages) > 1 else 0
@@ -153,20 +142,12 @@ class Pipeline(nn.Module):
             self._run(part, autocast, factor, first=part[0] is inputs[0], last=part[-1] is inputs[-1])
         return self._sums().loss
 
-    def _run(
-        self,
-        inputs: list[Inputs],
-        autocast: Callable[[], AbstractContextManager],
-        factor: Tensor | float | None,
-        *,
-        first: bool = False,
-        last: bool = False,
-    ) -> None:
+    def _run(self, inputs: list[Inputs], autocast: Autocast, factor: Any, first=False, last=False) -> None:
         trains, tokens = factor is not None, max(arguments["input_ids"].numel() for arguments in inputs)
         tokens //= self.topology.tp
-        (_, most), schedule = built = self.schedules.get(trains, ((0, 0), None))
-        size = len(inputs), max(tokens, most)  # buffers are for the longest micro-batch so far
-        if built[0] != size:
+        built, schedule = self.schedules.get(trains, ((0, 0), None))
+        size = len(inputs), max(tokens, built[1])  # buffers are for the longest micro-batch so far
+        if built != size:
             schedule = self._build_schedule(*size, trains=trains)
             self.schedules[trains] = size, schedule
         for stage in self.stages:
@@ -176,26 +157,16 @@ class Pipeline(nn.Module):
         self.model.first_micro_batch = None
 
     def _build_schedule(self, count: int, tokens: int, *, trains: bool) -> Any:
-        topology, model = self.topology, self.model
+        topology, options = self.topology, self.model.options
         total = topology.pp * len(self.stages)
-        dtype = model.options.compute_dtype or model.options.dtype
-        shape = (tokens, model.config.hidden_size)
+        shape, dtype = (tokens, self.model.config.hidden_size), options.compute_dtype or options.dtype
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=trains)
         loss = torch.empty(1, device="meta", requires_grad=trains)
         stages = []
-        for i, stage in enumerate(self.stages):
-            number = topology.pipeline_rank + i * topology.pp
-            stages.append(
-                PipelineStage(
-                    stage,
-                    number,
-                    total,
-                    self.device,
-                    input_args=() if number == 0 else (hidden,),
-                    output_args=(loss if number == total - 1 else hidden,),
-                    group=topology.pipeline_group,
-                )
-            )
+        for number, stage in zip(range(topology.pipeline_rank, total, topology.pp), self.stages, strict=True):
+            received, sent = () if number == 0 else (hidden,), loss if number == total - 1 else hidden
+            shapes = {"input_args": received, "output_args": (sent,), "group": topology.pipeline_group}
+            stages.append(PipelineStage(stage, number, total, self.device, **shapes))
         name = "Interleaved1F1B" if len(stages) > 1 else "1F1B" if count >= total else "GPipe"
         loss_function = (lambda output, _: output.sum()) if trains else None
         part = stages if len(stages) > 1 else stages[0]
@@ -203,9 +174,10 @@ class Pipeline(nn.Module):
 
     def _sums(self) -> TokenLoss:
         """Return the sums of the last stage on every rank, and start new ones."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for stage in self.stages:
-            sums += stage.take_sums()
+        results, self.stages[-1].results = self.stages[-1].results, []
+        loss = sum((result.loss for result in results), torch.zeros((), device=self.device))
+        correct = sum((result.correct for result in results), torch.zeros_like(loss, dtype=torch.int64))
+        sums = torch.stack([loss.double(), correct.double()])
         dist.all_reduce(sums, group=self.topology.pipeline_group)
         return TokenLoss(sums[0].float(), sums[1].long())
 
@@ -221,14 +193,7 @@ class Stage(nn.Module):
         self.results: list[TokenLoss] = []
 
     def begin(
-        self,
-        inputs: list[Inputs],
-        autocast: Callable[[], AbstractContextManager],
-        factor: Tensor | float | None,
-        *,
-        tokens: int,
-        first: bool,
-        last: bool,
+        self, inputs: list[Inputs], autocast: Autocast, factor: Any, *, tokens: int, first: bool, last: bool
     ) -> None:
         """Set the inputs of the next calls, whose activations are sent as `tokens` rows.
 
@@ -255,17 +220,6 @@ class Stage(nn.Module):
         if inputs is self.last_inputs:
             output.register_hook(lambda _: self.before_last_backward(self.model, self.layers))
         return output
-
-    def take_sums(self) -> Tensor:
-        """Return loss and correct predictions [2] since the last call, in float64."""
-        device = self.model.rope.device
-        loss = torch.zeros((), device=device)
-        correct = torch.zeros((), dtype=torch.int64, device=device)
-        for result in self.results:
-            loss += result.loss
-            correct += result.correct
-        self.results = []
-        return torch.stack([loss.double(), correct.double()])
 
 
 def tensors_of_all_stages(
