@@ -18,13 +18,14 @@ from fp8_suite.te_models.spec import ModelSpec, digests, find_model
 from fp8_suite.training.config import Config, read_settings
 from fp8_suite.training.estimate.choose import choose_layout, free_memory
 from fp8_suite.training.estimate.layout import Layout, check_layout
-from fp8_suite.training.estimate.sizes import auto_sizes, without_auto_sizes
+from fp8_suite.training.estimate.sizes import auto_sizes, searched_settings, without_auto_sizes
 from fp8_suite.training.export.loss import require_fp8_export
 from fp8_suite.training.optim import moments
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.context_parallel import comm_type
 from fp8_suite.training.parallel.ranks import print_rank0
+from fp8_suite.training.parallel.settings import AXES
 from fp8_suite.training.precision import checks, precision_map, recipes, torchao_fp8
 from fp8_suite.training.precision.recipes import Precision
 from fp8_suite.training.precision.settings import parse_moment_dtype
@@ -82,12 +83,9 @@ def _saved_sharding(cfg: Config) -> dict[str, Any]:
     ranks_then = read_record(folder / "env.json").get("world_size")
     if not cfg.checkpoint.output_dir or ranks_then != ranks.world_size():
         return {}
-    settings, names = read_settings(folder), auto_sizes(cfg)
-    if cfg.sharding.sharding_mode == AUTO:
-        names = [*names, "sharding_mode"]
-    if "pipeline_parallel_size" in names:
-        names = [*names, "virtual_stages"]
-    return {name: settings[name] for name in names if name in settings}
+    saved = Config().to_dict() | read_settings(folder)
+    same = all(getattr(cfg.sharding, name) in (AUTO, saved[name]) for name in AXES.values())
+    return {name: saved[name] for name in searched_settings(cfg)} if same else {}
 
 
 def resolve(cfg: Config) -> Resolved:

@@ -33,7 +33,7 @@ from fp8_suite.core.redact import redact
 from fp8_suite.core.settings import AUTO
 from fp8_suite.core.signals import handling_stop_signals
 from fp8_suite.training.config import Config, changed_settings, settings_path
-from fp8_suite.training.estimate.sizes import global_batch
+from fp8_suite.training.estimate.sizes import global_batch, searched_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1
@@ -216,7 +216,7 @@ def is_begun(cfg: Config) -> bool:
 def chosen_at_start(old: dict[str, Any], cfg: Config) -> set[str]:
     """Return the settings that the run chose itself, so that its recorded values may differ from `cfg`."""
     optim, settings = cfg.optim, cfg.to_dict()
-    chosen = {name for name in CHOSEN if settings[name] in (None, AUTO)}
+    chosen = {name for name in CHOSEN if settings[name] in (None, AUTO)} | set(searched_settings(cfg))
     total = optim.global_batch_size or optim.batch_ramp
     if optim.batch_size == AUTO and not total:  # accumulation only sets the global batch
         same = old["batch_size"] * old["gradient_accumulation_steps"] == global_batch(cfg, 1)

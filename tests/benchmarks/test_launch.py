@@ -14,6 +14,10 @@ from fp8_suite.training.config import config_from_dict, parse_config
 from tests.benchmarks.folders import write_run
 from tests.children import running, wait_for
 
+TE, LAYOUT = (
+    {"use_te": True},
+    {"pipeline_parallel_size": 2, "virtual_stages": 2, "sharding_mode": "fsdp_full"},
+)
 CHOSEN, GLOBAL = {"batch_size": 2, "gradient_accumulation_steps": 8}, {"global_batch_size": 32}
 
 
@@ -66,6 +70,9 @@ def test_a_command_line_restores_the_settings():
         (CHOSEN | GLOBAL, {"batch_size": "auto", "global_batch_size": 64}, False),
         (CHOSEN, {"batch_size": "auto", "gradient_accumulation_steps": 2}, True),
         (CHOSEN, {"batch_size": "auto", "gradient_accumulation_steps": 4}, False),
+        # The run chose its layout.
+        (TE | LAYOUT, TE | {"pipeline_parallel_size": "auto"}, True),
+        (TE | LAYOUT, TE | {"context_parallel_size": "auto"}, False),
     ],
 )
 def test_a_finished_run_has_the_same_settings_and_length(recorded, requested, accepted, tmp_path):

@@ -125,7 +125,9 @@ def choose_layout(
     if not (fastest := search.fastest(cfg)):
         # UserError with a way out, unless a micro-batch is given.
         choose_sizing(sizes.without_auto_sizes(cfg), model, device, effective, free)
-        raise bad_setting(f"no layout on {counted(gpus, 'GPU')} fits; use more GPUs", **names)
+        chosen_later = len(sizes.auto_settings(cfg)) == 2
+        way_out = "use more GPUs" if chosen_later else "add --batch_size auto --recompute auto"
+        raise bad_setting(f"no layout on {counted(gpus, 'GPU')} fits; {way_out}", **names)
     chosen, needed = fastest[0].chosen, fastest[0].needed
     values = {name: getattr(chosen.cfg.sharding, name) for name in names}
     values |= chosen.layout.flags | {"sharding_mode": chosen.mode}

@@ -294,6 +294,14 @@ def auto_sizes(cfg: Config) -> dict[str, str]:
     return {name: AUTO for name in AXES.values() if getattr(cfg.sharding, name) == AUTO}
 
 
+def searched_settings(cfg: Config) -> list[str]:
+    """Return the names of the settings that the search of a layout chooses; none without sizes of `auto`."""
+    if not (names := [*auto_sizes(cfg)]):
+        return []
+    names += ["sharding_mode"] * (cfg.sharding.sharding_mode == AUTO)
+    return names + ["virtual_stages"] * ("pipeline_parallel_size" in names)
+
+
 def without_auto_sizes(cfg: Config) -> Config:
     """Return the settings with 1 in place of `auto` for parallel sizes."""
     return replace(cfg, sharding=replace(cfg.sharding, **dict.fromkeys(auto_sizes(cfg), 1)))

@@ -189,14 +189,16 @@ def test_a_layout_that_cannot_be_chosen_is_an_error(settings, flag, on_gpus):
     assert flag in refused.value.flags
 
 
-def test_without_gpus_sizes_are_one_and_a_resumed_run_keeps_its_own(tmp_path):
+def test_without_gpus_sizes_are_one_and_a_resumed_run_keeps_its_own(tmp_path, monkeypatch):
     flags = {"model_name": "tiny-llama", "use_te": True, "te_backend": "emulated"} | SIZES
     cfg = config_from_dict(flags | {"output_dir": str(tmp_path)})
     with ExitStack() as cleanup:
         *_, sizing = prepare._decide(cfg, torch.device("cpu"), Watchdog(1.0), cleanup)
     assert sizing.chosen.cfg.sharding.layout == {"cp": 1, "tp": 1, "pp": 1, "virtual": 1}
+    (tmp_path / "env.json").write_text(json.dumps({"world_size": 4}))
     saved = replace(cfg.sharding, context_parallel_size=2, tensor_parallel_size=1, pipeline_parallel_size=2)
-    write_config(replace(cfg, sharding=saved), tmp_path)
-    for ranks, layout in ((1, saved), (4, cfg.sharding)):
-        (tmp_path / "env.json").write_text(json.dumps({"world_size": ranks}))
-        assert replace(cfg.sharding, **resolve._saved_sharding(cfg)) == layout
+    write_config(replace(cfg, sharding=replace(saved, virtual_stages=2)), tmp_path)
+    assert not resolve._saved_sharding(cfg), "a search on another number of ranks"
+    monkeypatch.setattr(resolve.ranks, "world_size", lambda: 4)
+    assert replace(cfg.sharding, **resolve._saved_sharding(cfg)) == replace(saved, virtual_stages=2)
+    assert not resolve._saved_sharding(replace(cfg, sharding=replace(cfg.sharding, tensor_parallel_size=2)))
