@@ -1,6 +1,6 @@
-"""Emulated attention under context parallelism: TE's all_gather, in plain PyTorch.
+"""Attention in plain PyTorch, also under context parallelism, as TE's all_gather.
 
-T tokens of this rank, N ranks, H query heads, G key/value groups, K head size.
+B rows, S tokens per row, T tokens of this rank, N ranks, H query heads, G key/value groups, K head size.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ def positions(boundaries: list[int], group: Any) -> Tensor:
     return torch.from_numpy(places - starts)
 
 
+def attend_causally(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Map q [B, S, H, K], k and v [B, S, G, K] to [B, S, H*K]; `mask` [S, S] replaces the causal one."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or G, S, K]
+    masks = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": q.shape[1] != k.shape[1]}
+    return F.scaled_dot_product_attention(q, k, v, **masks).transpose(1, 2).flatten(2)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: list[int], group: Any) -> Tensor:
     """Map this rank's q [T, H, K], k and v [T, G, K] to [T, H*K]; `boundaries` are of whole sequences."""
     places = [Context(group.size(), rank).places(boundaries) for rank in range(group.size())]
@@ -35,7 +42,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: list[int], group: Any) -
     out = []
     for (start, end), part, at in zip(spans, parts, where, strict=True):
         mask = at[:, None] >= torch.arange(end - start)  # a query sees keys up to its own position
-        rows = (x[None].transpose(1, 2) for x in (part, k[start:end], v[start:end]))  # [1, H or G, ., K]
-        attended = F.scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-        out.append(attended[0].transpose(0, 1).flatten(1))
+        out.append(attend_causally(*(x[None] for x in (part, k[start:end], v[start:end])), mask)[0])
     return torch.cat(out)

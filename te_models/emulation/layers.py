@@ -63,14 +63,11 @@ class Linear(Fp8Module):
         out_features: int,
         *,
         bias: bool = False,
-        parallel_mode: str | None = None,
-        tp_group: Any = None,
+        tp_group: Any = None,  # mode "row"
         tp_size: int = 1,
-        sequence_parallel: bool = False,
         **factory_kwargs: Any,
     ):
         super().__init__()
-        assert parallel_mode in (None, "row") and sequence_parallel == (tp_size > 1), "not emulated"
         self.tp_group = tp_group
         in_features //= tp_size
         self.weight = parameter(out_features, in_features, **factory_kwargs)
@@ -92,15 +89,15 @@ class LayerNormLinear(Fp8Module):
         *,
         eps: float = 1e-5,
         bias: bool = True,
-        normalization: str = "RMSNorm",  # for TE's signature; no other norm is emulated
-        parallel_mode: str | None = None,
-        tp_group: Any = None,
+        tp_group: Any = None,  # mode "column"
         tp_size: int = 1,
-        sequence_parallel: bool = False,
+        # For TE's signature; nothing else is emulated.
+        normalization: str = "RMSNorm",
+        parallel_mode: str = "column",
+        sequence_parallel: bool = True,
         **factory_kwargs: Any,
     ):
         super().__init__()
-        assert parallel_mode in (None, "column") and sequence_parallel == (tp_size > 1), "not emulated"
         self.eps, self.tp_group = eps, tp_group
         out_features //= tp_size
         self.layer_norm_weight = parameter(in_features, **factory_kwargs, fill=1.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from fp8_suite.te_models.emulation import context
 from fp8_suite.te_models.emulation.layers import (
     LayerNormLinear,
@@ -40,10 +39,11 @@ class DotProductAttention(Fp8Module):
             flat = (x.flatten(0, -3) for x in (q, k, v))  # [T, ., K]
             return context.attend(*flat, boundaries, self.context_group).view(*q.shape[:-2], -1)
         if cu_seqlens is None:
-            return self._attend(q, k, v)
+            return context.attend_causally(q, k, v)
         lengths = cu_seqlens.diff().tolist()
         sequences = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-        return torch.cat([self._attend(*(x[None] for x in qkv))[0] for qkv in sequences if len(qkv[0])])
+        spans = [qkv for qkv in sequences if len(qkv[0])]
+        return torch.cat([context.attend_causally(*(x[None] for x in qkv))[0] for qkv in spans])
 
     def boundaries(self, q: Tensor, cu_seqlens: Tensor | None) -> list[int]:
         """Return the boundaries of whole sequences; without `cu_seqlens` every row is one."""
@@ -51,12 +51,6 @@ class DotProductAttention(Fp8Module):
             return cu_seqlens.tolist()
         rows, width = q.shape[0], q.shape[1] * self.context_group.size()
         return [row * width for row in range(rows + 1)]
-
-    @staticmethod
-    def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or G, S, K]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return out.transpose(1, 2).flatten(2)  # [B, S, H*K]
 
 
 class MultiheadAttention(nn.Module):
@@ -77,19 +71,16 @@ class MultiheadAttention(nn.Module):
         **factory_kwargs: Any,
     ):
         super().__init__()
-        ranks = tp.get("tp_size", 1)
-        self.heads, self.groups, self.size = heads // ranks, groups // ranks, size
+        self.heads, self.groups, self.size = heads // tp["tp_size"], groups // tp["tp_size"], size
         self.q_norm = self.k_norm = None
         if qk_norm_eps is not None:
             dtype, device = factory_kwargs["params_dtype"], factory_kwargs["device"]
             norms = (RMSNorm(size, eps=qk_norm_eps, dtype=dtype, device=device) for _ in range(2))
             self.q_norm, self.k_norm = norms
         joint = (heads + 2 * groups) * size
-        self.layernorm_qkv = LayerNormLinear(
-            hidden_size, joint, eps=eps, bias=False, parallel_mode="column", **tp, **factory_kwargs
-        )
+        self.layernorm_qkv = LayerNormLinear(hidden_size, joint, eps=eps, bias=False, **tp, **factory_kwargs)
         self.core_attention = DotProductAttention()
-        self.proj = Linear(heads * size, hidden_size, parallel_mode="row", **tp, **factory_kwargs)
+        self.proj = Linear(heads * size, hidden_size, **tp, **factory_kwargs)
 
     def forward(self, x: Tensor, rope: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Map [B, S, D], or packed [T, D] with `cu_seqlens` [N+1]; `rope` angles [P, 1, 1, K] float32.
@@ -141,6 +132,7 @@ EMULATED_VALUES: dict[str, tuple] = {
     "self_attn_mask_type": ("causal", "padding_causal"),  # every sequence is causal; masked by `cu_seqlens`
     "attn_input_format": ("bshd", "thd", "sbhd"),
     "set_parallel_mode": (True,),
+    "sequence_parallel": (True,),
     "qk_norm_type": ("RMSNorm",),
     "qk_norm_before_rope": (True,),
 }
@@ -167,7 +159,6 @@ class TransformerLayer(nn.Module):
         device: Any = None,
         tp_group: Any = None,
         tp_size: int = 1,
-        sequence_parallel: bool = False,
         **fixed: Any,  # see EMULATED_VALUES
     ):
         super().__init__()
@@ -178,8 +169,7 @@ class TransformerLayer(nn.Module):
         tp = {"tp_group": tp_group, "tp_size": tp_size}
         sizes = hidden_size, num_attention_heads, num_gqa_groups, kv_channels
         eps = {"eps": layernorm_epsilon, "qk_norm_eps": qk_norm_eps}
-        parallel = tp | {"sequence_parallel": sequence_parallel}
-        self.self_attention = MultiheadAttention(*sizes, **eps, tp=parallel, **factory_kwargs)
+        self.self_attention = MultiheadAttention(*sizes, **eps, tp=tp, **factory_kwargs)
         self.self_attention.sequence_first = fixed.get("attn_input_format") == "sbhd"
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **tp, **factory_kwargs

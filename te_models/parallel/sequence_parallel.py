@@ -5,6 +5,8 @@ T tokens, N ranks. The embedding and the LM head exchange tokens by it with nati
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,34 +16,23 @@ from torch import Tensor
 
 def gather_tokens(x: Tensor, group: Any) -> Tensor:
     """Gather [T/N, ...] from all ranks to [T, ...]; backward sums the gradients of this rank's part."""
-    return _GatherTokens.apply(x, group)
+    return _Exchange.apply(x, group, _all_gather, _reduce_scatter)
 
 
 def scatter_tokens(x: Tensor, group: Any) -> Tensor:
     """Sum the ranks' [T, ...] and return this rank's part [T/N, ...]; backward gathers the gradients."""
-    return _ScatterTokens.apply(x, group)
+    return _Exchange.apply(x, group, _reduce_scatter, _all_gather)
 
 
-class _GatherTokens(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad, ctx.group), None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(x, group)
+    def forward(ctx: Any, x: Tensor, group: Any, exchange: Callable, inverse: Callable) -> Tensor:
+        ctx.inverse = partial(inverse, group=group)
+        return exchange(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.inverse(grad), None, None, None
 
 
 def _all_gather(x: Tensor, group: Any) -> Tensor:

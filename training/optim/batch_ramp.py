@@ -8,13 +8,12 @@ needs no other state. This module must not import torch.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from dataclasses import dataclass
 
 from fp8_suite.core.errors import bad_setting, counted
 from fp8_suite.training.config import Config
-from fp8_suite.training.optim.settings import BATCH, parse_batch_ramp
+from fp8_suite.training.optim.settings import parse_batch_ramp
 
 
 @dataclass(frozen=True)
@@ -97,36 +96,14 @@ class BatchSchedule:
 def ramp_sequences(cfg: Config, batch: int, ranks: int) -> list[int]:
     """Return the sequences per step of each phase of --batch_ramp.
 
-    UserError if micro-batches of `batch` sequences per rank do not divide them, with a smaller micro-batch
-    that does, or else a ramp that runs.
+    UserError if micro-batches of `batch` sequences per rank do not divide them.
     """
     length, ramp = cfg.data.max_seq_length, cfg.optim.batch_ramp
     sizes, unit = [tokens for tokens, _ in parse_batch_ramp(ramp)], batch * length * ranks
     if any(size % unit for size in sizes):
         micro_batch = f"{batch} x {length} tokens on {counted(ranks, 'rank')}"
         fitting = [n for n in range(1, batch) if not any(size % (n * length * ranks) for size in sizes)]
-        way_out = f"--batch_size {fitting[-1]}" if fitting else f"'{_dividing(ramp, unit)}'"
+        way_out = f"--batch_size {fitting[-1]}" if fitting else "such, or units of 1024: Ki, Mi"
         reason = f"tokens per step must be multiples of {unit:,} ({micro_batch}); use {way_out}"
         raise bad_setting(reason, batch_ramp=ramp)
-    if sizes[-1] // unit > BATCH["maximum"]:
-        reason = f"more than {BATCH['maximum']:,} micro-batches per step; check its units"
-        raise bad_setting(reason, batch_ramp=ramp)
     return [size // length for size in sizes]
-
-
-def _dividing(ramp: str, unit: int) -> str:
-    """Return the ramp with powers of 1024 if `unit` divides these, else with the nearest multiples of it."""
-    binary = re.sub(r"(?<![\d.])(\d+[KMBT]):", r"\1i:", ramp)
-    if not any(tokens % unit for tokens, _ in parse_batch_ramp(binary)):
-        return binary
-    nearest, words = 0, []
-    for (tokens, _), word in zip(parse_batch_ramp(ramp), ramp.split(), strict=True):
-        nearest = max(round(tokens / unit), nearest + 1)
-        words.append(f"{_in_units(nearest * unit)}:{word.partition(':')[2]}")
-    return " ".join(words)
-
-
-def _in_units(tokens: int) -> str:
-    """Return an exact number of tokens in the form that `parse_batch_ramp` reads."""
-    units = {"Mi": 2**20, "M": 10**6, "Ki": 2**10, "K": 10**3, "": 1}
-    return next(f"{tokens // size}{unit}" for unit, size in units.items() if tokens % size == 0)

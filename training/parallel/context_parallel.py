@@ -6,15 +6,16 @@ Shapes: T tokens of whole sequences, H query heads, G key/value groups, K head s
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from fp8_suite.core.errors import EXIT_FAILED, UserError, bad_setting, first_line
 from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.decoder import TECausalLM
+from fp8_suite.te_models.emulation.context import attend_causally
 from fp8_suite.te_models.options import ContextParallel
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.parallel import ranks
@@ -112,15 +113,13 @@ def _errors(model: TECausalLM, context: ContextParallel, qkv_format: str) -> lis
     dtype = torch.bfloat16 if dtype == torch.float32 else dtype  # under autocast
     unit = CHUNK * part.multiple
     boundaries = [0, unit, 3 * unit] if qkv_format == "thd" else [0, 2 * unit]
-    tp = model.tensor.size if model.tensor else 1
-    heads, groups = config.num_attention_heads // tp, config.num_key_value_heads // tp
-    size = ModelShape.from_hf_config(config).head_dim
+    shape = ModelShape.from_hf_config(config).part(model.tensor.size if model.tensor else 1)
+    numbers = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
     generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = (
-        torch.randn(boundaries[-1], number, size, generator=generator).to(device, dtype)
-        for number in (heads, groups, groups, heads)
-    )
-    expected = _results(lambda *qkv: _plain_attention(*qkv, boundaries), (q, k, v), grad, torch.float32)
+    sizes = [(boundaries[-1], number, shape.head_dim) for number in numbers]
+    q, k, v, grad = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
+    plain = partial(_plain_attention, boundaries=boundaries)
+    expected = _results(plain, (q, k, v), grad, torch.float32)
     places = torch.from_numpy(part.places(boundaries)).to(device)
     mine = [x[places] for x in (q, k, v, grad)]
     results = _results(lambda *qkv: _attend(model, *qkv, boundaries, qkv_format), mine[:3], mine[3], dtype)
@@ -135,14 +134,10 @@ def _results(attend: Any, qkv: Any, grad: Tensor, dtype: torch.dtype) -> list[Te
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.flatten(1).to(out.dtype))]
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: list[int]) -> Tensor:
+def _plain_attention(*qkv: Tensor, boundaries: list[int]) -> Tensor:
     """Attend causally within each sequence, q [T, H, K], k and v [T, G, K] -> [T, H*K]."""
-    out = []
-    for start, end in pairwise(boundaries):
-        rows = (x[None, start:end].transpose(1, 2) for x in (q, k, v))
-        attended = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        out.append(attended[0].transpose(0, 1).flatten(1))
-    return torch.cat(out)
+    sequences = ([x[None, start:end] for x in qkv] for start, end in pairwise(boundaries))
+    return torch.cat([attend_causally(*sequence)[0] for sequence in sequences])
 
 
 def _attend(

@@ -46,12 +46,11 @@ FSDP_MODES = tuple(name for name, spec in MODES.items() if spec.engine == "fsdp"
 
 AXES = {"cp": "context_parallel_size", "tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}
 # Sizes of parallel axes -> settings that do not run with them.
+WHOLE_LAYERS = ("lora_rank", "offload_optimizer", "fp8_weights")
 EXCLUDED = {
     "context_parallel_size": (),
-    "tensor_parallel_size": ("lora_rank", "offload_optimizer", "fp8_weights", "fp8_all_gather"),
-    "pipeline_parallel_size": (
-        *("lora_rank", "offload_optimizer", "offload_activations", "fp8_weights", "fp8_stats_interval"),
-    ),
+    "tensor_parallel_size": (*WHOLE_LAYERS, "fp8_all_gather"),
+    "pipeline_parallel_size": (*WHOLE_LAYERS, "offload_activations", "fp8_stats_interval"),
 }
 # Settings of one axis.
 ONLY_WITH = {

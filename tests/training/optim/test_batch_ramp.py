@@ -66,21 +66,13 @@ def test_a_ramp_that_cannot_be_read_or_does_not_grow_is_refused(ramp):
 
 
 @pytest.mark.parametrize(
-    ("ramp", "ranks", "nearest"),
-    [
-        ("4M:0 8M:252M 16M:2.87T", 16, LLAMA_3),
-        ("4M:0 9M:252M", 64, "4Mi:0 9Mi:252M"),
-        ("4M:0 9.1M:252M", 64, "4Mi:0 9Mi:252M"),
-        ("600:0 700:4Ki 9000:9Ki", 1, "8Ki:0 16Ki:4Ki 24Ki:9Ki"),
-        ("8Ki:0 20000:1M", 1, "8Ki:0 16Ki:1M"),
-    ],
+    ("ramp", "ranks"), [("4M:0 8M:252M 16M:2.87T", 16), ("4Mi:0 9.1Mi:252M", 64), ("8Ki:0 20000:1M", 1)]
 )
-def test_tokens_that_do_not_divide_are_refused_with_the_nearest_that_do(ramp, ranks, nearest):
+def test_tokens_that_do_not_divide_are_refused(ramp, ranks):
     settings = {"batch_size": 8, "max_seq_length": 1024} if ranks == 1 else {"max_seq_length": 8192}
-    with pytest.raises(UserError, match=f"use '{nearest}'") as error:
+    with pytest.raises(UserError) as error:
         schedule(ramp, ranks, **settings)
     assert error.value.flags == {"batch_ramp"}
-    schedule(nearest, ranks, **settings)
 
 
 def test_on_more_ranks_a_smaller_micro_batch_keeps_the_ramp():
@@ -94,7 +86,6 @@ def test_on_more_ranks_a_smaller_micro_batch_keeps_the_ramp():
     [
         ({"batch_ramp": LLAMA_3, "global_batch_size": 8}, {"batch_ramp", "global_batch_size"}),
         ({"batch_ramp": "512:0", "gradient_accumulation_steps": 2}, {"gradient_accumulation_steps"}),
-        ({"batch_ramp": "512:0 512T:1M"}, {"batch_ramp"}),
         ({"lr_scheduler": "linear", "decay_ratio": 0.3}, {"decay_ratio", "lr_scheduler"}),
         ({"lr_scheduler": "wsd", "decay_ratio": 0.9, "warmup_ratio": 0.2}, {"decay_ratio", "warmup_ratio"}),
     ],
