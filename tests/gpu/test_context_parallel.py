@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.test_multi_gpu import GPUS, ROWS, STEPS, flags, launch, logged, summary
+from tests.gpu.test_multi_gpu import GPUS, LONG, ROWS, flags, launch, logged, summary
 
 PRECISIONS = {"bf16": "bf16", "delayed": "delayed", "current": "current", "block": "fp8 --fp8_scenario block"}
 UNSAVED = "--no_save_checkpoints --no_export"
@@ -16,7 +16,7 @@ OPTIONS = {"packed": "", "padded": "--no_packing", "layer": "--recompute layer",
 def settings(precision: str, options: str, *, ranks: int = 1, comm: str = "") -> str:
     """Return the flags of a run whose ranks share all rows of a step."""
     shared = f"--context_parallel_size {ranks} --cp_comm_type {comm}" if comm else ""
-    mode = flags("fsdp_full" if comm else "", PRECISIONS[precision], gpus=ranks)
+    mode = flags("fsdp_full" if comm else "", PRECISIONS[precision], gpus=ranks, steps=LONG)
     return f"{mode} --batch_size {ROWS} {shared} {options}"
 
 
@@ -66,13 +66,13 @@ def same_run(folder: Path, one: Path, name: str) -> None:
     reference = one / (f"{precision}-padded" if options == ["padded"] else precision)
     run, is_bf16 = folder / name, precision == "bf16"
     expected, actual = (logged(path, "train/loss") for path in (reference, run))
-    assert sorted(actual) == list(range(1, STEPS + 1))
+    assert sorted(actual) == list(range(1, LONG + 1))
     gaps = [abs(actual[step] / expected[step] - 1) for step in expected]
     norms = [logged(path, "train/grad_norm")[1] for path in (reference, run)]
     environment = json.loads((run / "env.json").read_text())
     kernel = environment["attention_backend"]
     print(f"{name}: first gap {gaps[0]:.1e}, largest {max(gaps):.1e}, norms {norms}, {kernel}")
-    assert gaps[0] < (1e-4 if is_bf16 else 2e-3) and max(gaps) < (5e-3 if is_bf16 else 2e-2)
+    assert gaps[0] < (1e-4 if is_bf16 else 2e-3) and max(gaps) < (1e-3 if is_bf16 else 5e-3)
     assert norms[1] == pytest.approx(norms[0], rel=1e-2 if is_bf16 else 5e-2)
     for count in ("label_tokens", "tokens", "eval_label_tokens"):
         assert summary(run)[count] == summary(reference)[count]
@@ -97,15 +97,15 @@ def test_two_gpus_have_the_losses_of_one(name, many, one):
 @pytest.mark.gpu
 def test_a_run_resumes_in_its_layout_and_on_one_rank(tmp_path):
     """Gradients of attention are not deterministic; tests on CPUs compare bits."""
-    saved = "--save_interval 6 --no_export"
+    saved = "--save_interval 25 --no_export"
     (tmp_path / "first").mkdir()
     launch(tmp_path / "first", {"run": settings("bf16", saved, ranks=2, comm="a2a")}, 2, SHARE_GPU="1")
     run = tmp_path / "first" / "run"
-    expected = {step: loss for step, loss in logged(run, "train/loss").items() if step > 6}
+    expected = {step: loss for step, loss in logged(run, "train/loss").items() if step > 25}
     for ranks, comm, rel in ((2, "a2a", 1e-3), (1, "", 5e-3)):
         folder = tmp_path / f"on {ranks}"
         folder.mkdir()
-        resumed = settings("bf16", f"{saved} --resume {run}/checkpoints/step_000006", ranks=ranks, comm=comm)
+        resumed = settings("bf16", f"{saved} --resume {run}/checkpoints/step_000025", ranks=ranks, comm=comm)
         launch(folder, {"run": resumed}, ranks, **({"SHARE_GPU": "1"} if ranks > 1 else {}))
         assert logged(folder / "run", "train/loss") == pytest.approx(expected, rel=rel)
 

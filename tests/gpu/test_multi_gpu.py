@@ -33,19 +33,22 @@ PRECISIONS = {
     "current": "fp8 --fp8_scenario current",
 }
 STEPS = 12
+LONG = 50  # steps of runs on other parallel axes, whose rounding adds up
 # What --deterministic sets in a command, for runs of many_runs.py.
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
-def flags(mode: str, precision: str, *, gpus: int = GPUS, accumulation: int = 1) -> str:
+def flags(mode: str, precision: str, *, gpus: int = GPUS, accumulation: int = 1, steps: int = STEPS) -> str:
     rows = ROWS // gpus // accumulation
+    rate, interval = (1e-3, 5) if steps == STEPS else (2e-4, 25)
     sharding = f"--sharding_mode {mode}" if gpus > 1 else ""
     if mode == "hsdp":
         sharding += f" --hsdp_shard_size {gpus // 2}"
     return (
         "--use_te --num_of_samples 400 --max_seq_length 256 --eval_split test --eval_samples 20 "
         "--num_workers 0 --num_proc 1 "
-        f"--learning_rate 1e-3 --log_interval 1 --eval_interval 5 --save_interval 0 --max_steps {STEPS} "
+        f"--learning_rate {rate} --log_interval 1 --eval_interval {interval} --save_interval 0 "
+        f"--max_steps {steps} "
         f"--batch_size {rows} --gradient_accumulation_steps {accumulation} --eval_batch_size 2 "
         f"--mixed_precision {PRECISIONS.get(precision, precision)} {sharding}"
     )
