@@ -23,6 +23,9 @@ class Sample(NamedTuple):
     row: int  # number of its row in the data set
 
 
+Row = Sequence[Sample]  # of a batch
+
+
 @dataclass
 class Batch:
     """One micro-batch of this rank: model inputs, and token counts computed on the host."""
@@ -55,11 +58,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def build_batch(
-    rows: Sequence[Sequence[Sample]],
-    width: int,
-    pad_id: int,
-    max_seqlen: int | None = None,
-    context: Context = WHOLE,
+    rows: Sequence[Row], width: int, pad_id: int, max_seqlen: int | None = None, context: Context = WHOLE
 ) -> Batch:
     """Build a batch [len(rows), width]: samples of a row are concatenated and padded on the right.
 
@@ -71,8 +70,7 @@ def build_batch(
     """
     B = max(len(rows), 1)
     ids, labels = np.full((B, width), pad_id), np.full((B, width), IGNORE)  # [B, S]
-    positions = np.tile(np.arange(width), (B, 1))  # [B, S]
-    real = np.zeros((B, width), dtype=bool)
+    positions, real = np.tile(np.arange(width), (B, 1)), np.zeros((B, width), dtype=bool)  # [B, S]
     starts: list[int] = []
     for b, samples in enumerate(rows or [[]]):
         t = 0

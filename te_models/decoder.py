@@ -45,6 +45,13 @@ def layer_settings(*, packed: bool) -> dict[str, Any]:
     }
 
 
+def sequence_arguments(cu_seqlens: Tensor, max_seqlen: int, *, padded: bool) -> dict[str, Any]:
+    """Return TE's arguments for a packed batch, whose sequences include padding if `padded`."""
+    names = ("cu_seqlens_q", "cu_seqlens_kv", *padded * ("cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
+    lengths = dict.fromkeys(names, cu_seqlens) | dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max_seqlen)
+    return lengths | {"pad_between_seqs": False}  # else TE compares cu_seqlens on the host, which syncs
+
+
 class StageLayers(nn.ModuleList):
     """Decoder layers of this rank, by their number in the whole model."""
 
@@ -296,15 +303,7 @@ class TECausalLM(nn.Module):
             arguments["self_attn_mask_type"] = "causal"
         elif self.options.packed:
             hidden = hidden.flatten(0, -2)  # [T, D]
-            arguments |= {
-                "cu_seqlens_q": cu_seqlens,
-                "cu_seqlens_kv": cu_seqlens,
-                "max_seqlen_q": max_seqlen,
-                "max_seqlen_kv": max_seqlen,
-                "pad_between_seqs": False,  # otherwise TE compares cu_seqlens on the host, which syncs
-            }
-            if self.options.context:  # sequences include their padding, so these are the same object
-                arguments |= {"cu_seqlens_q_padded": cu_seqlens, "cu_seqlens_kv_padded": cu_seqlens}
+            arguments |= sequence_arguments(cu_seqlens, max_seqlen, padded=self.options.context is not None)
         if self.offload and torch.is_grad_enabled():
             self.offload.begin()
         for i in stage:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import EXIT_FAILED, UserError, bad_setting, first_line
 from fp8_suite.core.settings import AUTO
-from fp8_suite.te_models.decoder import TECausalLM
+from fp8_suite.te_models.decoder import TECausalLM, sequence_arguments
 from fp8_suite.te_models.emulation.context import attend_causally
 from fp8_suite.te_models.options import ContextParallel
 from fp8_suite.te_models.shape import ModelShape
@@ -156,8 +156,6 @@ def _attend(
         out = attention(q, k, v, qkv_format=qkv_format, attn_mask_type="causal")
     else:
         longest = max(end - start for start, end in pairwise(boundaries))
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-        lengths = dict.fromkeys(names, cu_seqlens) | dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest)
-        lengths |= {"attn_mask_type": "padding_causal", "pad_between_seqs": False}
-        out = attention(q, k, v, qkv_format=qkv_format, **lengths)
+        lengths = sequence_arguments(cu_seqlens, longest, padded=True)
+        out = attention(q, k, v, qkv_format=qkv_format, attn_mask_type="padding_causal", **lengths)
     return out.flatten(0, -2)

@@ -31,17 +31,9 @@ def no_process_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> Callable[[str], Path]:
+def reference(once) -> Callable[[str], Path]:
     """A run on one rank with checkpoints, once for each set of flags."""
-    done: dict[str, Path] = {}
-
-    def run_once(flags: str) -> Path:
-        if flags not in done:
-            folder = tmp_path_factory.mktemp("reference") / "run"
-            done[flags] = train(folder, f"{flags} --save_interval 2", ranks=1).folder
-        return done[flags]
-
-    return run_once
+    return lambda flags: once(f"{flags} --save_interval 2")
 
 
 @pytest.mark.parametrize(

@@ -82,17 +82,9 @@ def same_run(first: Path, second: Path, *, rel: float = 1e-5, skipped: tuple[int
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> Callable[[str], Path]:
+def reference(once) -> Callable[[str], Path]:
     """An epoch on one device, with the global batch of two ranks, once for each set of flags."""
-    done: dict[str, Path] = {}
-
-    def run_once(flags: str = "") -> Path:
-        if flags not in done:
-            folder = tmp_path_factory.mktemp("reference") / "run"
-            done[flags] = train(folder, f"--batch_size 4 {flags}", ranks=1).folder
-        return done[flags]
-
-    return run_once
+    return lambda flags="": once(f"--batch_size 4 {flags}")
 
 
 SHARDED = "--sharding_mode fsdp_full --save_interval 3"

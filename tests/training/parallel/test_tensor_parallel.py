@@ -36,20 +36,11 @@ def no_process_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Callable[..., Path]:
+def run(once, tmp_path_factory) -> Callable[..., Path]:
     """Return a run with checkpoints, trained once for each set of flags; `untied` is a model."""
-    done: dict[str, Path] = {}
-    model = tmp_path_factory.mktemp("model")
-    (model / "config.json").write_text(json.dumps(PRESETS["tiny-llama"] | {"tie_word_embeddings": False}))
-
-    def run_once(flags: str, *, ranks: int = 1) -> Path:
-        if flags not in done:
-            folder = tmp_path_factory.mktemp("runs") / "run"
-            there = flags.replace("untied", str(model))
-            done[flags] = train(folder, f"{there} --save_interval 2", ranks=ranks).folder
-        return done[flags]
-
-    return run_once
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(PRESETS["tiny-llama"] | {"tie_word_embeddings": False}))
+    return lambda flags, **ranks: once(f"{flags} --save_interval 2".replace("untied", str(folder)), **ranks)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,21 @@
+"""Runs that several tests compare with."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.training.parallel import jobs
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory) -> Callable[..., Path]:
+    """Return the folder of a run, trained once for each set of flags."""
+    done: dict[str, Path] = {}
+
+    def run_once(flags: str, *, ranks: int = 1) -> Path:
+        if flags not in done:
+            done[flags] = jobs.train(tmp_path_factory.mktemp("runs") / "run", flags, ranks=ranks).folder
+        return done[flags]
+
+    return run_once
