@@ -38,7 +38,7 @@ from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.core.readers import UnreadableFile, read_yaml
 from fp8_suite.core.settings import convert, nearest
 from fp8_suite.training.config import all_settings
-from fp8_suite.training.estimate.sizes import check_number_of_ranks, global_batch
+from fp8_suite.training.estimate.sizes import check_number_of_ranks, global_batch, with_data_ranks
 
 PROG = "python -m benchmarks.sweep"
 # Short names of axes. All other settings are axes under their own names.
@@ -112,7 +112,7 @@ def build_grid(
             raise bad_setting("must be at least 1", gpus=gpus)
         try:
             cfg = run_config(settings | variant.settings, folder / "runs" / name)
-            check_number_of_ranks(cfg, gpus)
+            check_number_of_ranks(*with_data_ranks(cfg, gpus))
         except UserError as fault:
             raise bad_input(f"{name}: {fault}") from None
         runs.append(GridRun(name=name, cfg=cfg, gpus=gpus))
@@ -202,7 +202,7 @@ def full_rows(runs: list[GridRun]) -> dict[str, int]:
     tokens = max(run.cfg.data.max_seq_length for run in runs)
     steps = max(
         (run.cfg.optim.max_steps or 1)
-        * global_batch(run.cfg, run.cfg.sharding.data_ranks(run.gpus))
+        * global_batch(*with_data_ranks(run.cfg, run.gpus))
         * run.cfg.data.max_seq_length
         for run in runs
     )

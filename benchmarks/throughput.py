@@ -34,7 +34,7 @@ from fp8_suite.benchmarks.records.variants import given_settings, split_flags
 from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.data.demo import TOKENIZER_DIR, read_demo
 from fp8_suite.training.config import Config, config_from_dict
-from fp8_suite.training.estimate.sizes import with_sizes
+from fp8_suite.training.estimate.sizes import with_data_ranks, with_sizes
 from fp8_suite.training.launch import require_inputs
 from fp8_suite.training.tracking.meter import LONG_STEP, warmup_steps
 
@@ -87,7 +87,7 @@ def measure(argv: list[str]) -> int:
     """Run all repeats and report on them. Returns 0, or the exit code of the first failed run."""
     arguments, requested = parse(argv)
     cfg = config_from_dict(requested)
-    data_ranks = cfg.sharding.data_ranks(arguments.gpus)
+    cfg, data_ranks = with_data_ranks(cfg, arguments.gpus)
     optim = with_sizes(cfg, data_ranks).optim  # `auto` may choose another split
     accumulation = optim.gradient_accumulation_steps
     tokens = accumulation * optim.batch_size * cfg.data.max_seq_length

@@ -11,7 +11,7 @@ from fp8_suite.benchmarks.records.launch import is_begun
 from fp8_suite.benchmarks.records.runs import bad_input, read_run
 from fp8_suite.benchmarks.records.variants import Variant, run_config
 from fp8_suite.core.errors import UserError, bad_setting, counted
-from fp8_suite.training.estimate.sizes import check_number_of_ranks, global_batch
+from fp8_suite.training.estimate.sizes import check_number_of_ranks, global_batch, with_data_ranks
 
 # Defaults of the runs; training flags on the command line override them.
 DEFAULTS: dict[str, Any] = {
@@ -38,7 +38,7 @@ class VariantRun(GridRun):
     @property
     def data_ranks(self) -> int:
         """Number of ranks that train on different sequences."""
-        return self.cfg.sharding.data_ranks(self.gpus)
+        return with_data_ranks(self.cfg, self.gpus)[1]
 
 
 def build_runs(
@@ -98,7 +98,7 @@ def check_before_start(runs: list[VariantRun]) -> None:
     reference = runs[0]
     batch = global_batch(reference.cfg, reference.data_ranks)
     for run in runs:
-        check_number_of_ranks(run.cfg, run.data_ranks)
+        check_number_of_ranks(*with_data_ranks(run.cfg, run.gpus))
         if (size := global_batch(run.cfg, run.data_ranks)) != batch:
             raise bad_input(
                 f"{run.name} and {reference.name} cannot be compared: --batch_size x "

@@ -12,7 +12,7 @@ from fp8_suite.benchmarks.plan.predict import make_plan
 from fp8_suite.benchmarks.records import grid
 from fp8_suite.benchmarks.records.grid import GridRun
 from fp8_suite.benchmarks.records.runs import read_run
-from fp8_suite.benchmarks.sweep import build_grid, main, read_axes, read_sweep
+from fp8_suite.benchmarks.sweep import build_grid, full_rows, main, read_axes, read_sweep
 from fp8_suite.core.gpus import PLANNED
 from fp8_suite.core.packages import ROOT
 
@@ -66,6 +66,16 @@ def test_runs_of_a_grid(tmp_path):
     fewer = build_grid(read_axes(axes, ["gpus=2", "precision=bf16_hf,tensorwise"]), {}, tmp_path)
     names = [f"{m}-{p}-gpus2" for m in ("A", "tiny-llama") for p in ("bf16_hf", "tensorwise")]
     assert [run.name for run in fewer] == names and not any(run.cfg.model.use_te for run in fewer)
+
+
+@pytest.mark.parametrize("size", [4, "auto"])
+def test_a_grid_may_share_sequences_among_ranks(size, tmp_path):
+    """Four ranks can share one sequence; data parallelism alone would need four."""
+    axes = {"precision": ["delayed"], "gpus": [4], "context_parallel_size": [size]}
+    total = 1 if size == 4 else 4
+    (run,) = build_grid(axes, {"batch_size": 1, "global_batch_size": total, "max_steps": 3}, tmp_path)
+    length = run.cfg.data.max_seq_length
+    assert full_rows([run]) == {"rows": 3 * total, "tokens": length}
 
 
 def test_a_part_of_a_grid_has_the_runs_of_the_whole(tmp_path):

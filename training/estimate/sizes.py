@@ -305,3 +305,9 @@ def searched_settings(cfg: Config) -> list[str]:
 def without_auto_sizes(cfg: Config) -> Config:
     """Return the settings with 1 in place of `auto` for parallel sizes."""
     return replace(cfg, sharding=replace(cfg.sharding, **dict.fromkeys(auto_sizes(cfg), 1)))
+
+
+def with_data_ranks(cfg: Config, gpus: int) -> tuple[Config, int]:
+    """Return `without_auto_sizes(cfg)` and its data ranks. UserError if sizes do not divide `gpus`."""
+    cfg = without_auto_sizes(cfg)
+    return cfg, cfg.sharding.data_ranks(gpus)
