@@ -151,8 +151,8 @@ class TECausalLM(nn.Module):
             )
         if self.fuses_qkv_rope:
             fuse_qkv_rope(layer)
-        if self.options.context:
-            self.options.context.enter(layer)
+        if context := self.options.context:
+            layer.set_context_parallel_group(context.group, context.ranks, context.stream, context.comm_type)
         return layer
 
     def _add_adapters(self) -> None:

@@ -36,10 +36,6 @@ class ContextParallel:
     ranks: list[int]  # global numbers
     stream: Any  # CUDA stream beside the main one; None on a CPU
 
-    def enter(self, layer: nn.Module) -> None:
-        """Let the attention of a te.TransformerLayer, native or emulated, exchange keys and values."""
-        layer.set_context_parallel_group(self.group, self.ranks, self.stream, self.comm_type)
-
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:

@@ -89,11 +89,9 @@ class Observers(Hooks):
         """Record FP8 coverage, attention backend and time to the first step in env.json."""
         cfg, precision = self.prepared.cfg, self.prepared.resolved.precision
         topology = self.prepared.strategy.topology
-        others = (
-            {"gather": lambda part: ranks.gather(part)[:: topology.stage_size]} if topology.pp > 1 else {}
-        )
         unquantized = "bf16" if precision.fp8 else precision.effective
-        covered = coverage(self.assembly.model, unquantized, **others)
+        gather = (lambda part: ranks.gather(part)[:: topology.stage_size]) if topology.pp > 1 else None
+        covered = coverage(self.assembly.model, unquantized, gather)
         backend = te_runtime.attention_backend() if cfg.model.use_te else self.assembly.model.attention
         self.environment |= {
             "coverage": asdict(covered),

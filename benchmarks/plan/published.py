@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fp8_suite.benchmarks.plan.predict import Plan, make_plan
 from fp8_suite.benchmarks.report.tables import markdown
 from fp8_suite.core.gpus import PLANNED
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.layout import Layout
+
+_FP8 = {"mixed_precision": "fp8", "fp8_scenario": "current"}
 
 
 @dataclass(frozen=True)
@@ -19,40 +21,33 @@ class PublishedRun:
     gpus: int
     layout: Layout
     tflops: float
-    settings: dict
+    model: str
+    sequences: int  # per step
+    settings: dict = field(default_factory=dict)
 
     def plan(self) -> Plan:
         """Predict the run. Recomputation is the least that fits; attention is cuDNN's."""
-        defaults = {"use_te": True, "batch_size": 1, "max_seq_length": 8192, "recompute": "auto"}
-        defaults |= {"mixed_precision": "bf16", "sharding_mode": "fsdp_grad", "flash_attention": False}
-        cfg = config_from_dict(defaults | self.layout.flags | self.settings)
+        settings = {"use_te": True, "batch_size": 1, "max_seq_length": 8192, "recompute": "auto"}
+        settings |= {"mixed_precision": "bf16", "sharding_mode": "fsdp_grad", "flash_attention": False}
+        settings |= {"model_name": f"meta-llama/Llama-3.1-{self.model}", "global_batch_size": self.sequences}
+        cfg = config_from_dict(settings | self.layout.flags | self.settings)
         return make_plan(cfg, PLANNED["H100"], gpus=self.gpus)
 
 
-def _run(name: str, gpus: int, layout: Layout, tflops: float, size: str, batch: int, **more) -> PublishedRun:
-    settings = {"model_name": f"meta-llama/Llama-3.1-{size}", "global_batch_size": batch}
-    return PublishedRun(name, gpus, layout, tflops, settings | more)
-
-
-_FP8 = {"mixed_precision": "fp8", "fp8_scenario": "current"}
 # Llama 3: arXiv:2407.21783, table 4. A stage is a layer: 126 layers in 16 x 8 stages, of which the first and
 # the last are the embedding and the head. Weights are gathered once per step (section 3.3.2).
 # Megatron-Bridge: its docs/performance-summary.md (26.02 for the 70B, 25.11 for the 405B), DGX H100.
 # torchtitan: its benchmarks/llama3_h100_202412_torchtitan.md, table 2, 1,071 tokens/s; 500 W, 2.4 TB/s,
 # torchao's FP8.
+_LONG = {"max_seq_length": 131072}
+_TORCHTITAN = {"sharding_mode": "fsdp_full", "recompute": "full"}
 PUBLISHED = (
-    _run("Llama 3, 8k", 8192, Layout(1, 8, 16, 8), 430, "405B", 64 * 32),
-    _run("Llama 3, 8k", 16384, Layout(1, 8, 16, 8), 400, "405B", 128 * 16),
-    _run("Llama 3, 128k", 16384, Layout(16, 8, 16, 8), 380, "405B", 8 * 16, max_seq_length=131072),
-    _run("Megatron-Bridge, 70B FP8", 64, Layout(1, 4, 8, 5), 736, "70B", 256, **_FP8),
-    _run("Megatron-Bridge, 405B FP8", 1024, Layout(2, 8, 8, 8), 737, "405B", 512, **_FP8),
-    _run(
-        *("torchtitan, 8B FP8, 128k", 8, Layout(4), 159, "8B", 2),
-        max_seq_length=131072,
-        sharding_mode="fsdp_full",
-        recompute="full",
-        **_FP8,
-    ),
+    PublishedRun("Llama 3, 8k", 8192, Layout(1, 8, 16, 8), 430, "405B", 64 * 32),
+    PublishedRun("Llama 3, 8k", 16384, Layout(1, 8, 16, 8), 400, "405B", 128 * 16),
+    PublishedRun("Llama 3, 128k", 16384, Layout(16, 8, 16, 8), 380, "405B", 8 * 16, _LONG),
+    PublishedRun("Megatron-Bridge, 70B FP8", 64, Layout(1, 4, 8, 5), 736, "70B", 256, _FP8),
+    PublishedRun("Megatron-Bridge, 405B FP8", 1024, Layout(2, 8, 8, 8), 737, "405B", 512, _FP8),
+    PublishedRun("torchtitan, 8B FP8, 128k", 8, Layout(4), 159, "8B", 2, _LONG | _TORCHTITAN | _FP8),
 )
 
 

@@ -54,25 +54,19 @@ def check_layout(layout: Layout, shape: ModelShape, gpus_per_node: int, length: 
     """Raise UserError for sizes that do not divide the model, its sequences or the GPUs of a node."""
     layers, per_rank = shape.num_layers, -(-shape.num_layers // layout.pp)
     splits = (gpus_per_node, shape.num_kv_heads, shape.ffn_hidden_size // 16, shape.vocab_size)
-    rules = {  # flag: (refused, reason)
-        "tensor_parallel_size": (
-            any(size % layout.tp for size in splits),
-            "must divide the {} GPUs of a node, {} key/value heads, {} x 16 feed-forward features and the "
-            "vocabulary of {}; use a divisor".format(*splits),
-        ),
-        "context_parallel_size": (
-            layout.cp > 1 and length % (2 * layout.cp),
-            f"twice the size must divide the {length} tokens of a sequence; use a divisor",
-        ),
-        "pipeline_parallel_size": (layout.pp > layers, f"the model has {layers} layers; use at most as many"),
-        "virtual_stages": (
-            per_rank % layout.virtual > 0,
-            f"must divide the {counted(per_rank, 'layer')} of a pipeline rank; use a divisor",
-        ),
-    }
-    for flag, (refused, reason) in rules.items():
-        if refused:
-            raise bad_setting(reason, **{flag: layout.flags.get(flag, 1)})
+    if any(size % layout.tp for size in splits):
+        reason = "must divide the {} GPUs of a node, {} key/value heads, {} x 16 feed-forward features and "
+        reason += "the vocabulary of {}; use a divisor"
+        raise bad_setting(reason.format(*splits), tensor_parallel_size=layout.tp)
+    if layout.cp > 1 and length % (2 * layout.cp):
+        reason = f"twice the size must divide the {length} tokens of a sequence; use a divisor"
+        raise bad_setting(reason, context_parallel_size=layout.cp)
+    if layout.pp > layers:
+        reason = f"the model has {layers} layers; use at most as many"
+        raise bad_setting(reason, pipeline_parallel_size=layout.pp)
+    if per_rank % layout.virtual:
+        reason = f"must divide the {counted(per_rank, 'layer')} of a pipeline rank; use a divisor"
+        raise bad_setting(reason, virtual_stages=layout.virtual)
 
 
 def pipeline_stages(layout: Layout, layers: int, rank: int) -> tuple[range, ...]:
@@ -90,12 +84,10 @@ def check_pipeline(layout: Layout, layers: int, micro_batches: int) -> None:
     if layers < pp * virtual:
         raise bad_setting(f"the model has {layers} layers; use at most as many stages", **layout.flags)
     if not layout.is_filled(micro_batches):
+        reason = f"a step needs {'a multiple of' if virtual > 1 else 'at least'} {pp} micro-batches; use "
         accumulation = max(1, round(micro_batches / pp)) * pp
-        reason = f"a pipeline of {pp} ranks needs {'a multiple of' if virtual > 1 else 'at least'} {pp}"
-        way_out = f"use --gradient_accumulation_steps {accumulation}, or a smaller --batch_size"
-        reason += f" micro-batches per step; {way_out}"
-        settings = {"gradient_accumulation_steps": micro_batches, "pipeline_parallel_size": pp}
-        raise bad_setting(reason, **settings)
+        reason += f"--gradient_accumulation_steps {accumulation}, or a smaller --batch_size"
+        raise bad_setting(reason, gradient_accumulation_steps=micro_batches, pipeline_parallel_size=pp)
 
 
 def stage_layers(layers: int, ranks: int, stage: int) -> int:

@@ -54,7 +54,7 @@ Modules = tuple[dict[tuple[str, str, str], list[int]], float]  # weight elements
 def coverage(
     model: nn.Module,
     unquantized: str = "bf16",
-    gather: Callable[[Modules], list[Modules]] = lambda modules: [modules],
+    gather: Callable[[Modules], list[Modules]] | None = None,
 ) -> Coverage:
     """Return the precision of each module's GEMMs in the last step; `gather` adds those of other ranks.
 
@@ -63,7 +63,8 @@ def coverage(
     """
     groups: dict[tuple[str, str, str], list[int]] = {}
     fp8_elements = 0.0
-    for modules, elements in gather(_modules(model, unquantized)):
+    local = _modules(model, unquantized)
+    for modules, elements in gather(local) if gather else [local]:
         fp8_elements += elements
         for row, sizes in modules.items():
             groups[row] = groups.get(row, []) + sizes
