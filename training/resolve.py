@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from fp8_suite.core.errors import as_flag, bad_setting, counted
+from fp8_suite.core.errors import counted
 from fp8_suite.core.readers import read_record
 from fp8_suite.core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO
@@ -16,11 +17,9 @@ from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import ModelSpec, digests, find_model
 from fp8_suite.training.config import Config, read_settings
+from fp8_suite.training.estimate import sizes
 from fp8_suite.training.estimate.choose import choose_layout, free_memory
-from fp8_suite.training.estimate.layout import Layout, check_layout
-from fp8_suite.training.estimate.sizes import auto_sizes, searched_settings, without_auto_sizes
 from fp8_suite.training.export.loss import require_fp8_export
-from fp8_suite.training.optim import moments
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.context_parallel import comm_type
@@ -28,7 +27,6 @@ from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.settings import AXES
 from fp8_suite.training.precision import checks, precision_map, recipes, torchao_fp8
 from fp8_suite.training.precision.recipes import Precision
-from fp8_suite.training.precision.settings import parse_moment_dtype
 
 
 @dataclass(frozen=True)
@@ -48,44 +46,33 @@ def resolve_layout(cfg: Config, device: torch.device) -> Config:
 
     A resumed run keeps its layout on the same number of ranks. UserError if no layout fits.
     """
-    if not auto_sizes(cfg):
+    if not sizes.auto_sizes(cfg):
         return cfg
-    free = ranks.run_on_all_ranks(lambda: free_memory(cfg, device))
-    return ranks.run_on_rank0(lambda: _resolve_layout(cfg, device, free))
+    if saved := ranks.run_on_rank0(lambda: _saved_layout(cfg)):
+        print_rank0(f"layout: as in {cfg.checkpoint.output_dir}")
+        return replace(cfg, sharding=replace(cfg.sharding, **saved))
+    if ranks.world_size() == 1 or device.type != "cuda" or cfg.optim.max_steps == 0:
+        print_rank0("layout: sizes of auto are 1, as this run does not train on several GPUs")
+        return sizes.without_auto_sizes(cfg)
+    free = min(ranks.run_on_all_ranks(lambda: free_memory(cfg, device)))
+    return ranks.run_on_rank0(lambda: _search_layout(cfg, device, free))
 
 
-def _resolve_layout(cfg: Config, device: torch.device, free: list[int | None]) -> Config:
-    names = " ".join(as_flag(*setting) for setting in auto_sizes(cfg).items())
-    if sharding := _saved_sharding(cfg):
-        print_rank0(f"{names}: as in {cfg.checkpoint.output_dir}")
-        return replace(cfg, sharding=replace(cfg.sharding, **sharding))
-    reasons = {
-        "one rank": ranks.world_size() == 1,
-        "no GPU, so GPU memory is no limit": device.type != "cuda",
-        "ranks share Transformer Engine layers only": not cfg.model.use_te,
-        "the run only evaluates": cfg.optim.max_steps == 0,
-    }
-    if reason := next((reason for reason, applies in reasons.items() if applies), None):
-        print_rank0(f"{names}: 1 ({reason})")
-        return without_auto_sizes(cfg)
-    precision, spec = recipes.resolve_precision(cfg), _find_model(cfg)
-    shape = ModelShape.from_hf_config(spec.config)
-
-    def check(candidate: Config) -> None:
-        _check_layout(candidate, precision, spec, shape)
-
-    return choose_layout(cfg, spec, device, precision.effective, min(free), check)
-
-
-def _saved_sharding(cfg: Config) -> dict[str, Any]:
+def _saved_layout(cfg: Config) -> dict[str, Any]:
     """Return the layout of the run to resume, in place of `auto`; {} if there is none for these ranks."""
     folder = Path(cfg.checkpoint.output_dir or "")
-    ranks_then = read_record(folder / "env.json").get("world_size")
-    if not cfg.checkpoint.output_dir or ranks_then != ranks.world_size():
-        return {}
     saved = Config().to_dict() | read_settings(folder)
     same = all(getattr(cfg.sharding, name) in (AUTO, saved[name]) for name in AXES.values())
-    return {name: saved[name] for name in searched_settings(cfg)} if same else {}
+    if not same or read_record(folder / "env.json").get("world_size") != ranks.world_size():
+        return {}
+    return {name: saved[name] for name in sizes.searched_settings(cfg)}
+
+
+def _search_layout(cfg: Config, device: torch.device, free: int) -> Config:
+    precision, spec = recipes.resolve_precision(cfg), _find_model(cfg)
+    shape, per_node = ModelShape.from_hf_config(spec.config), ranks.local_rank_and_size()[1]
+    check = partial(checks.check_part, shape=shape, gpus_per_node=per_node, precision=precision)
+    return choose_layout(cfg, spec, device, precision.effective, free, check)
 
 
 def resolve(cfg: Config) -> Resolved:
@@ -152,36 +139,12 @@ def _check(cfg: Config, precision: Precision, spec: ModelSpec, shape: ModelShape
     if shape is not None and cfg.model.recompute != AUTO:
         recompute_levels(cfg.model.recompute, shape.num_layers)
     if shape is not None and cfg.model.use_te:
-        _check_layout(cfg, precision, spec, shape)
+        cfg.sharding.data_ranks(ranks.world_size())
+        gpus_per_node = ranks.local_rank_and_size()[1]
+        checks.check_part(cfg, shape=shape, gpus_per_node=gpus_per_node, precision=precision)
     checks.check_settings(cfg, precision)
     if "fp8" in cfg.export_folders:
         require_fp8_export(spec)
     if cfg.precision.fp8_lm_head:
         text, one_gemm = spec.config.get_text_config(), cfg.model.use_te or spec.is_known_family
         checks.check_lm_head(cfg, text.hidden_size, text.vocab_size, one_gemm=one_gemm)
-
-
-def _check_layout(cfg: Config, precision: Precision, spec: ModelSpec, shape: ModelShape) -> None:
-    """UserError if the ranks cannot share this model's layers and sequences."""
-    cfg.sharding.data_ranks(ranks.world_size())
-    check_tensor_parallel(cfg, shape, ranks.local_rank_and_size()[1])
-    part = shape.part(cfg.sharding.tensor_parallel_size)
-    checks.check_sizes(precision, spec.name, part.gemm_sizes)
-    comm_type(cfg.sharding, part, precision.te_backend)
-    if cfg.precision.fp8_lm_head:
-        checks.check_lm_head(cfg, shape.hidden_size, shape.vocab_size)
-
-
-def check_tensor_parallel(cfg: Config, shape: ModelShape, gpus_per_node: int) -> None:
-    """UserError if ranks cannot share this model's layers, or moments in blocks of their columns."""
-    size, moment_dtype = cfg.sharding.tensor_parallel_size, cfg.precision.moment_dtype
-    if size == 1:
-        return
-    check_layout(Layout(tp=size), shape, gpus_per_node, cfg.data.max_seq_length)
-    part = shape.part(size)
-    widths = part.num_heads * part.head_dim, part.ffn_hidden_size
-    in_blocks = any(moments.FORMATS[name].mantissa for name in parse_moment_dtype(moment_dtype))
-    if in_blocks and any(width % moments.BLOCK and width * size % moments.BLOCK == 0 for width in widths):
-        reason = f"moments have blocks of {moments.BLOCK} columns, and a rank has {widths[0]} and {widths[1]}"
-        settings = {"moment_dtype": moment_dtype, "tensor_parallel_size": size}
-        raise bad_setting(f"{reason}; use fp32 or bf16, or fewer ranks", **settings)

@@ -75,14 +75,14 @@ def _parameters(shape: ModelShape, family: Family, *, tied: bool) -> int:
     return size.gemm_weights + shape.num_layers * layer + size.root_weights
 
 
-def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
+def refuse_what_training_refuses(cfg: Config, model: Model, gpus_per_node: int) -> None:
     """Raise the UserError that training would raise for this model's layers, precision or sequence length."""
     name, shape = cfg.model.model_name, model.size.shape
     cfg.data.check_length(model.positions)
     if not shape.sees_all(length := cfg.data.max_seq_length):
         reason = f"predictions do not cover the sliding window of {shape.window} tokens; use at most that"
         raise bad_setting(reason, max_seq_length=length)
-    from fp8_suite.training.precision import precision_map  # imports torch
+    from fp8_suite.training.precision import checks, precision_map  # here because they import torch
 
     if cfg.model.use_te and Path(name, "config.json").exists():  # TE supports all presets
         from transformers import AutoConfig
@@ -94,21 +94,7 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
         if reason := model.family.unsupported(config):
             raise bad_setting(f"{reason}; drop --use_te", use_te=True, model_name=name)
     precision_map.assign(cfg, precision_map.te_names(shape.num_layers), shape.num_layers)
-    refuse_part(cfg, shape)
-
-
-def refuse_part(cfg: Config, shape: ModelShape) -> None:
-    """Raise UserError for layers, or a rank's parts of them, that do not fit FP8 GEMMs or --cp_comm_type."""
-    from fp8_suite.training.parallel.context_parallel import comm_type  # imports torch
-    from fp8_suite.training.precision import checks
-
-    part = shape.part(cfg.sharding.tensor_parallel_size)
-    comm_type(cfg.sharding, part, "native")
-    if cfg.precision.mixed_precision == "fp8" and cfg.model.use_te:
-        settings = {"fp8_scenario": cfg.requested_recipe, "model_name": cfg.model.model_name}
-        checks.check_gemm_sizes(cfg.requested_recipe, part.gemm_sizes, **settings)
-    if cfg.precision.fp8_lm_head:
-        checks.check_lm_head(cfg, shape.hidden_size, shape.vocab_size)
+    checks.check_part(cfg, shape=shape, gpus_per_node=gpus_per_node)
 
 
 def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> Sizing:
@@ -122,7 +108,7 @@ def size_run(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> Sizing:
     model, memory = read_model(cfg.model.model_name), int(gpu.memory_gb * 1e9)
     check_layout(Layout(**cfg.sharding.layout), model.size.shape, per_node, cfg.data.max_seq_length)
     check_number_of_ranks(cfg, cfg.sharding.data_ranks(gpus))
-    refuse_what_training_refuses(cfg, model)
+    refuse_what_training_refuses(cfg, model, per_node)
     if gpus == 1 and (mode == AUTO or not MODES[mode].offload):
         mode = "single"
     request, _ = make_setup(cfg, model.size, mode, gpus, per_node, memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from fp8_suite.benchmarks.plan.inputs import read_model, refuse_part
+from fp8_suite.benchmarks.plan.inputs import read_model
 from fp8_suite.benchmarks.plan.predict import Plan, make_plan
 from fp8_suite.benchmarks.report.tables import markdown
 from fp8_suite.core.errors import as_flag, bad_setting, counted
@@ -39,7 +39,9 @@ def best_layouts(
         cfg = replace(cfg, optim=optim, model=model, sharding=sharding)
     size, per_node = read_model(cfg.model.model_name).size, min(gpus, gpus_per_node)
     free = int(1e9 * (cfg.sharding.memory_limit_gb or gpu.memory_gb))
-    check = partial(refuse_part, shape=size.shape)
+    from fp8_suite.training.precision.checks import check_part  # here because it imports torch
+
+    check = partial(check_part, shape=size.shape, gpus_per_node=per_node)
     search = LayoutSearch(size, gpus, per_node, gpu, free, check, 1e9 * network_gbs)
     cluster = {"gpus": gpus, "gpus_per_node": gpus_per_node, "network_gbs": network_gbs}
     plans = [make_plan(best.requested.cfg, gpu, **cluster) for best in search.fastest(cfg, SHOWN)]

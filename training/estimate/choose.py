@@ -125,15 +125,13 @@ def choose_layout(
     if not (fastest := search.fastest(cfg)):
         # UserError with a way out, unless a micro-batch is given.
         choose_sizing(sizes.without_auto_sizes(cfg), model, device, effective, free)
-        chosen_later = len(sizes.auto_settings(cfg)) == 2
-        way_out = "use more GPUs" if chosen_later else "add --batch_size auto --recompute auto"
-        raise bad_setting(f"no layout on {counted(gpus, 'GPU')} fits; {way_out}", **names)
-    chosen, needed = fastest[0].chosen, fastest[0].needed
-    values = {name: getattr(chosen.cfg.sharding, name) for name in names}
-    values |= chosen.layout.flags | {"sharding_mode": chosen.mode}
+        reason = f"no layout on {counted(gpus, 'GPU')} fits; add --batch_size auto --recompute auto"
+        raise bad_setting(reason, **names)
+    chosen = fastest[0].chosen
+    values = dict.fromkeys(names, 1) | chosen.layout.flags | {"sharding_mode": chosen.mode}
     flags = " ".join(as_flag(*setting) for setting in values.items())
-    milliseconds = f"{1e3 * search.seconds(chosen):,.0f} ms per step"
-    print_rank0(f"layout: {flags}; predicted {milliseconds}, {sizes.gb(needed, free)}")
+    predicted = f"{1e3 * search.seconds(chosen):,.0f} ms per step, {sizes.gb(fastest[0].needed, free)}"
+    print_rank0(f"layout: {flags}; predicted {predicted}")
     return replace(cfg, sharding=chosen.cfg.sharding)
 
 

@@ -78,15 +78,13 @@ class LayoutSearch:
                 if sizing.fits and (step := self.seconds(sizing.chosen)) < known:
                     fastest[key] = step, sizing
         ranked = sorted(fastest.values(), key=lambda pair: pair[0])[:number]
-        requests = [best.requested for _, best in ranked]
-        requests = [replace(setup, cfg=replace(setup.cfg, optim=cfg.optim)) for setup in requests]
-        sizings = [choose_sizes(request, self.free, self.gpu) for request in requests]
+        changed = ((best.requested, replace(best.requested.cfg, optim=cfg.optim)) for _, best in ranked)
+        sizings = (choose_sizes(replace(setup, cfg=cfg), self.free, self.gpu) for setup, cfg in changed)
         return sorted(sizings, key=lambda sizing: self.seconds(sizing.chosen))
 
     def _setups(self, cfg: Config) -> Iterator[TrainingSetup]:
         """Yield setups for each layout and mode: with micro-batches of FULL tokens, and with the smallest."""
-        mode = cfg.sharding.sharding_mode
-        modes = MODES_TRIED if mode == AUTO else (mode,)
+        modes = MODES_TRIED if (mode := cfg.sharding.sharding_mode) == AUTO else (mode,)
         for sizes, mode in product(self._sizes(cfg), modes):
             try:
                 changed = replace(cfg, sharding=replace(cfg.sharding, **sizes, sharding_mode=mode))
@@ -99,8 +97,7 @@ class LayoutSearch:
                 length = cfg.data.max_seq_length // request.layout.cp
                 full = next((size for size in batches if size * length <= FULL), batches[-1])
                 for batch in {full, batches[-1]}:
-                    sized = with_sizes(changed, request.data_ranks, batch)
-                    setup = replace(request, cfg=sized)
+                    setup = replace(request, cfg=with_sizes(changed, request.data_ranks, batch))
                     check_pipeline(setup.layout, self.model.shape.num_layers, setup.batches.micro_batches(0))
                     yield setup
             except UserError:

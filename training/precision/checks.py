@@ -7,10 +7,14 @@ from typing import Any
 import torch
 from fp8_suite.core.errors import as_flag, bad_setting
 from fp8_suite.core.recipes import LM_HEAD_RECIPE, RECIPES
+from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config
+from fp8_suite.training.estimate.layout import Layout, check_layout
+from fp8_suite.training.optim import moments
+from fp8_suite.training.parallel.context_parallel import comm_type
 from fp8_suite.training.precision.precision_map import TE_GEMMS
 from fp8_suite.training.precision.recipes import Precision
-from fp8_suite.training.precision.settings import changed_recipe_settings, unread_settings
+from fp8_suite.training.precision.settings import changed_recipe_settings, parse_moment_dtype, unread_settings
 
 
 def unused_fp8_flags(cfg: Config, precision: Precision) -> str | None:
@@ -66,3 +70,34 @@ def check_lm_head(cfg: Config, hidden_size: int, vocab_size: int, *, one_gemm: b
         sizes = {"hidden size": hidden_size, "a rank's vocabulary": vocab_size // parts}
         settings["tensor_parallel_size"] = parts
     check_gemm_sizes(LM_HEAD_RECIPE, sizes, way_out="drop --fp8_lm_head", **settings)
+
+
+def check_part(
+    cfg: Config, *, shape: ModelShape, gpus_per_node: int, precision: Precision | None = None
+) -> None:
+    """UserError if ranks cannot share this model's TE layers and sequences. None: the requested precision."""
+    check_tensor_parallel(cfg, shape, gpus_per_node)
+    part, name = shape.part(cfg.sharding.tensor_parallel_size), cfg.model.model_name
+    comm_type(cfg.sharding, part, precision.te_backend if precision else "native")
+    if precision:
+        check_sizes(precision, name, part.gemm_sizes)
+    elif cfg.precision.mixed_precision == "fp8" and cfg.model.use_te:
+        recipe = cfg.requested_recipe
+        check_gemm_sizes(recipe, part.gemm_sizes, fp8_scenario=recipe, model_name=name)
+    if cfg.precision.fp8_lm_head:
+        check_lm_head(cfg, shape.hidden_size, shape.vocab_size)
+
+
+def check_tensor_parallel(cfg: Config, shape: ModelShape, gpus_per_node: int) -> None:
+    """UserError if ranks cannot share this model's layers, or moments in blocks of their columns."""
+    size, moment_dtype = cfg.sharding.tensor_parallel_size, cfg.precision.moment_dtype
+    if size == 1:
+        return
+    check_layout(Layout(tp=size), shape, gpus_per_node, cfg.data.max_seq_length)
+    part = shape.part(size)
+    widths = part.num_heads * part.head_dim, part.ffn_hidden_size
+    in_blocks = any(moments.FORMATS[name].mantissa for name in parse_moment_dtype(moment_dtype))
+    if in_blocks and any(width % moments.BLOCK and width * size % moments.BLOCK == 0 for width in widths):
+        reason = f"moments have blocks of {moments.BLOCK} columns, and a rank has {widths[0]} and {widths[1]}"
+        settings = {"moment_dtype": moment_dtype, "tensor_parallel_size": size}
+        raise bad_setting(f"{reason}; use fp32 or bf16, or fewer ranks", **settings)

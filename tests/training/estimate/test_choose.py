@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8_suite.benchmarks.plan.inputs import read_model, refuse_part
+from fp8_suite.benchmarks.plan.inputs import read_model
 from fp8_suite.benchmarks.plan.layouts import best_layouts
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.gpus import GPUS
@@ -21,6 +21,7 @@ from fp8_suite.training.estimate import advice, choose
 from fp8_suite.training.estimate.layout import Layout
 from fp8_suite.training.parallel.settings import AXES
 from fp8_suite.training.parallel.watchdog import Watchdog
+from fp8_suite.training.precision.checks import check_part
 
 AUTO = {"batch_size": "auto"}
 CUDA = torch.device("cuda")
@@ -139,7 +140,7 @@ def on_gpus(monkeypatch):
         monkeypatch.setattr(choose.ranks, "world_size", lambda: gpus)
         monkeypatch.setattr(choose.ranks, "local_rank_and_size", lambda: (0, 8))
         spec = find_model(cfg.model.model_name, init="random", use_te=True)
-        check = partial(refuse_part, shape=ModelShape.from_hf_config(spec.config))
+        check = partial(check_part, shape=ModelShape.from_hf_config(spec.config), gpus_per_node=8)
         return choose.choose_layout(cfg, spec, CUDA, "delayed", int(free), check)
 
     return choose_on
@@ -198,7 +199,7 @@ def test_without_gpus_sizes_are_one_and_a_resumed_run_keeps_its_own(tmp_path, mo
     (tmp_path / "env.json").write_text(json.dumps({"world_size": 4}))
     saved = replace(cfg.sharding, context_parallel_size=2, tensor_parallel_size=1, pipeline_parallel_size=2)
     write_config(replace(cfg, sharding=replace(saved, virtual_stages=2)), tmp_path)
-    assert not resolve._saved_sharding(cfg), "a search on another number of ranks"
+    assert not resolve._saved_layout(cfg), "a search on another number of ranks"
     monkeypatch.setattr(resolve.ranks, "world_size", lambda: 4)
-    assert replace(cfg.sharding, **resolve._saved_sharding(cfg)) == replace(saved, virtual_stages=2)
-    assert not resolve._saved_sharding(replace(cfg, sharding=replace(cfg.sharding, tensor_parallel_size=2)))
+    assert replace(cfg.sharding, **resolve._saved_layout(cfg)) == replace(saved, virtual_stages=2)
+    assert not resolve._saved_layout(replace(cfg, sharding=replace(cfg.sharding, tensor_parallel_size=2)))

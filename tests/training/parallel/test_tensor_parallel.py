@@ -13,7 +13,7 @@ from fp8_suite.te_models.presets import PRESETS
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.parallel.strategies import Strategy
-from fp8_suite.training.resolve import check_tensor_parallel
+from fp8_suite.training.precision.checks import check_tensor_parallel
 from torch import Tensor, nn
 
 from tests.children import preload, run_ranks
