@@ -49,16 +49,15 @@ def assemble(prepared: PreparedRun) -> Assembly:
     }
 
     fp8_stats = Fp8Stats(cfg, precision, prepared.folder)  # TE inspects only modules built after this
-    context = join_context(
-        strategy.topology, prepared.resolved.cp_comm_type, prepared.resolved.shape, strategy.device
-    )
+    topology, device, resolved = strategy.topology, strategy.device, prepared.resolved
+    context = join_context(topology, resolved.cp_comm_type, resolved.shape, device)
     model = _build_model(prepared, dtypes, context)
     if context:
         prepared.watchdog.starting("testing attention")
         check_attention(model, context)
     # A phase of its own, so that the watchdog can name ranks that are still loading weights.
     prepared.watchdog.starting("building the optimizer")
-    precision_map.apply(model, precision, strategy.topology.stage_group)
+    precision_map.apply(model, precision, topology.stage_group)
     fp8_stats.attach(model)
     strategy.reshard(model)  # the packing check ran forward passes, which left weights gathered
     low_halves = optim.take_low_halves(model, offload=setup.optimizer.offload)
@@ -77,12 +76,8 @@ def assemble(prepared: PreparedRun) -> Assembly:
         # Allocate the state now, so that what fits in the first step fits in the second.
         optim.optimizer_state(optimizer, model)
     wrapped = strategy.wrap(model, optimizer)
-    autocast = build_autocast(
-        precision,
-        device=strategy.device,
-        parameter_dtype=strategy.forward_dtype(**dtypes),
-        group=strategy.topology.stage_group,
-    )
+    dtype, group = strategy.forward_dtype(**dtypes), topology.stage_group
+    autocast = build_autocast(precision, device=device, parameter_dtype=dtype, group=group)
     return Assembly(model, wrapped, optimizer, parameters, autocast, fp8_stats)
 
 

@@ -52,13 +52,11 @@ class Region:
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[slice, int]]:
         """Yield rows start to stop in slices that are consecutive in the whole, and their first row there."""
-        stacked = self.shape[0] // self.stacked
-        height = stacked // (self.size if self.dim == 0 else 1)  # of this rank's part of a matrix
-        for matrix in range(self.stacked):
-            first, last = max(start, matrix * height), min(stop, (matrix + 1) * height)
-            if first < last:
-                before = self.rank * height if self.dim == 0 else 0
-                yield slice(first, last), matrix * (stacked - height) + before + first
+        numbers = self.take(torch.arange(self.shape[0]))[start:stop]
+        for run in numbers.tensor_split((numbers.diff() != 1).nonzero().flatten() + 1):
+            if len(run):
+                yield slice(start, start + len(run)), int(run[0])
+                start += len(run)
 
     @property
     def first_column(self) -> int:

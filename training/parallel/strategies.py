@@ -133,10 +133,9 @@ class Strategy:
 
     def count_parameters(self, model: nn.Module) -> int:
         """Return the number of the unsharded model's parameters. Collective."""
-        if self.tensor:
-            wholes = {id(p): model.regions.get(name, p) for name, p in model.named_parameters()}
-            return sum(wholes[id(p)].shape.numel() for p in self.counted(model))
-        return sum(parameter.numel() for parameter in self.counted(model))
+        regions = model.regions if self.tensor else {}
+        wholes = {id(p): regions.get(name, p) for name, p in model.named_parameters()}
+        return sum(wholes[id(p)].shape.numel() for p in self.counted(model))
 
     def _norm_of_layers(self, model: nn.Module) -> Tensor:
         """Sum the gradients of weights that the ranks of a layer all hold; return the norm over these ranks.
