@@ -15,18 +15,12 @@ from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.core.gpus import Gpu
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config
+from fp8_suite.training.estimate import sizes
 from fp8_suite.training.estimate.layout import SHORTEST_PART, Layout, check_layout, check_pipeline
 from fp8_suite.training.estimate.memory import peak, resident_state
 from fp8_suite.training.estimate.modes import make_setup
 from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
-from fp8_suite.training.estimate.sizes import (
-    Sizing,
-    auto_sizes,
-    choose_sizes,
-    for_tensors,
-    runnable_batches,
-    with_sizes,
-)
+from fp8_suite.training.estimate.sizes import Sizing
 from fp8_suite.training.estimate.slices import rank_setups
 from fp8_suite.training.estimate.step_time import step_seconds
 from fp8_suite.training.estimate.transfers import NETWORK_BANDWIDTH
@@ -62,7 +56,7 @@ class LayoutSearch:
         """
         if cfg.optim.global_batch_size is None and not cfg.optim.batch_ramp:
             reason = "layouts have different numbers of data ranks; add --global_batch_size"
-            raise bad_setting(reason, **auto_sizes(cfg))
+            raise bad_setting(reason, **sizes.auto_sizes(cfg))
         fitting = [setup for setup in self._setups(cfg) if resident_state(setup) < self.free]
         timed = [(self.seconds(setup), setup) for setup in fitting]
         fastest: dict[tuple[int, ...], tuple[float, Sizing]] = {}  # by CP, TP and PP
@@ -72,44 +66,44 @@ class LayoutSearch:
                 break
             key = (setup.layout.cp, setup.layout.tp, setup.layout.pp)
             known = fastest[key][0] if key in fastest else math.inf
-            if bound < known and _least_memory(setup, cfg) <= for_tensors(self.free):
+            if bound < known and _least_memory(setup, cfg) <= sizes.for_tensors(self.free):
                 with_batch = replace(cfg, sharding=setup.cfg.sharding, optim=setup.cfg.optim)
-                sizing = choose_sizes(replace(setup, cfg=with_batch), self.free, self.gpu)
+                sizing = sizes.choose_sizes(replace(setup, cfg=with_batch), self.free, self.gpu)
                 if sizing.fits and (step := self.seconds(sizing.chosen)) < known:
                     fastest[key] = step, sizing
         ranked = sorted(fastest.values(), key=lambda pair: pair[0])[:number]
         changed = ((best.requested, replace(best.requested.cfg, optim=cfg.optim)) for _, best in ranked)
-        sizings = (choose_sizes(replace(setup, cfg=cfg), self.free, self.gpu) for setup, cfg in changed)
+        sizings = (sizes.choose_sizes(replace(setup, cfg=cfg), self.free, self.gpu) for setup, cfg in changed)
         return sorted(sizings, key=lambda sizing: self.seconds(sizing.chosen))
 
     def _setups(self, cfg: Config) -> Iterator[TrainingSetup]:
         """Yield setups for each layout and mode: with micro-batches of FULL tokens, and with the smallest."""
         modes = MODES_TRIED if (mode := cfg.sharding.sharding_mode) == AUTO else (mode,)
-        for sizes, mode in product(self._sizes(cfg), modes):
+        for layout, mode in product(self._layouts(cfg), modes):
             try:
-                changed = replace(cfg, sharding=replace(cfg.sharding, **sizes, sharding_mode=mode))
+                changed = replace(cfg, sharding=replace(cfg.sharding, **layout, sharding_mode=mode))
                 self.check(changed)
                 args = (self.model, mode, self.gpus, self.gpus_per_node, self.free)
                 request, _ = make_setup(changed, *args, effective=self.effective)
-                batches, rank = runnable_batches(request), rank_setups(request)[0]
+                batches, rank = sizes.runnable_batches(request), rank_setups(request)[0]
                 if mode == "hsdp" and rank.shards in (1, rank.gpus):  # the same as another mode
                     continue
                 length = cfg.data.max_seq_length // request.layout.cp
                 full = next((size for size in batches if size * length <= FULL), batches[-1])
                 for batch in {full, batches[-1]}:
-                    setup = replace(request, cfg=with_sizes(changed, request.data_ranks, batch))
+                    setup = replace(request, cfg=sizes.with_sizes(changed, request.data_ranks, batch))
                     check_pipeline(setup.layout, self.model.shape.num_layers, setup.batches.micro_batches(0))
                     yield setup
             except UserError:
                 continue
 
-    def _sizes(self, cfg: Config) -> Iterator[dict[str, int]]:
+    def _layouts(self, cfg: Config) -> Iterator[dict[str, int]]:
         """Yield sizes in place of `auto`, and stages of a pipeline, that divide model, sequences and GPUs."""
         shape, length, sharding = self.model.shape, cfg.data.max_seq_length, cfg.sharding
         divisors = [size for size in range(1, self.gpus + 1) if self.gpus % size == 0]
         fixed = {name: size for name in AXES.values() if (size := getattr(sharding, name)) != AUTO}
-        for sizes in product(*([fixed[name]] if name in fixed else divisors for name in AXES.values())):
-            cp, tp, pp = sizes
+        for layout in product(*([fixed[name]] if name in fixed else divisors for name in AXES.values())):
+            cp, tp, pp = layout
             too_short = cp > max(1, length // SHORTEST_PART) and "context_parallel_size" not in fixed
             if too_short or self.gpus % (cp * tp * pp):
                 continue
@@ -119,7 +113,7 @@ class LayoutSearch:
             for virtual in stages:
                 with suppress(UserError):
                     check_layout(Layout(cp, tp, pp, virtual), shape, self.gpus_per_node, length)
-                    yield dict(zip((*AXES.values(), "virtual_stages"), (*sizes, virtual), strict=True))
+                    yield dict(zip((*AXES.values(), "virtual_stages"), (*layout, virtual), strict=True))
 
 
 def _least_memory(setup: TrainingSetup, cfg: Config) -> float:
