@@ -196,7 +196,7 @@ def hf_attention(
     rows, heads, tokens, size = query.shape
     scale = size**-0.5 if scaling is None else scaling
     if cu_seq_lens_q is None and flash_4 and not why_no_kernel(query):
-        max_length_q = tokens
+        max_length_q = max(tokens, flash_attention.LENGTH)  # a lower bound has kernels of its own to compile
         cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * tokens
     if cu_seq_lens_q is None:
         grouped = heads != key.shape[1]

@@ -24,6 +24,7 @@ from fp8_suite.training.config import parse_config
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.watchdog import Watchdog
 from fp8_suite.training.prepare import prepare
+from fp8_suite.training.restore import restore
 from torch.distributed.pipelining import schedules
 
 
@@ -35,13 +36,14 @@ def execute(name: str, flags: str, folder: Path, device: torch.device, watchdog:
     argv = [*shlex.split(flags), "--output_dir", str(folder / name)]
     cfg = parse_config(argv, prog="many_runs.py", description="")
     torch.cuda.reset_peak_memory_stats()
-    built = []
+    built, restored = [], []
     with ExitStack() as cleanup, ExitStack() as signals:
         prepared, loaders = prepare(cfg, device, watchdog, time.perf_counter(), cleanup)
         run_module.assemble = lambda *args: built.append(assemble(*args)) or built[-1]
+        run_module.restore = lambda *args: restored.append(restore(*args)) or restored[-1]
         code = run_module.run(prepared, loaders, cleanup, signals)
     model = built[0].model
-    state = {"code": code, "scaling": fingerprint(built[0].scaling.state())}
+    state = {"code": code, "scaling": fingerprint(restored[0][1].state())}
     state["fp8_weights"] = sum(len(getattr(m, "_fp8_workspaces", ())) for m in model.modules())
     state["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     states = ranks.gather(state)

@@ -149,14 +149,14 @@ def checkpoint(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step_{step:06d}"
 
 
-def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Return whole weights and optimizer state of a checkpoint."""
+def saved(folder: Path, step: int, parts: tuple = ("model/", "optimizer/")) -> dict[str, torch.Tensor]:
+    """Return whole weights and optimizer state of a checkpoint, or its `parts`."""
     path = checkpoint(folder, step)
     kinds = json.loads((path / "manifest.json").read_text())["manifest"]["tensors"]
     tensors = {
         key: torch.empty(kind["shape"], dtype=getattr(torch, kind["dtype"].removeprefix("torch.")))
         for key, kind in kinds.items()
-        if key.startswith(("model/", "optimizer/"))
+        if key.startswith(parts)
     }
     Checkpoints(folder / "checkpoints", keep_last=1).load(path, tensors)
     return tensors

@@ -66,6 +66,10 @@ def test_a_run_whose_ranks_share_layers_is_that_of_one_rank(flags, sharding, ran
     for name, moment in theirs.items():  # Adam's steps do not show the size of a gradient
         if "norm" in name and name.endswith("exp_avg"):
             assert (ours[name] - moment).norm() < 0.4 * moment.norm(), name
+    if "fsdp" in sharding:  # backward casts weights again, of which each rank has a part
+        for name, history in saved(folder, 2, ("fp8/",)).items():
+            if name.endswith("scaling_fwd.amax_history"):  # [steps, 3 per GEMM]; the second is the weight's
+                assert (history[0, 1::3] >= 0.97 * history[-1, 1::3]).all(), name
 
 
 class Halves(nn.Module):
