@@ -71,11 +71,13 @@ class DelayedScalingState(Scaling):
         `scale_gradients`.
         """
         strategy, wrapped = self.strategy, self.wrapped
-        # A part of a sequence that ranks share would need all of them to agree on it.
-        # Tensor parallelism needs equal parts of them.
-        multiple = 128 * strategy.topology.tp
+        # Tensor parallelism needs equal parts of the tokens.
+        multiple, cp = 128 * strategy.topology.tp, strategy.topology.cp
         limit = CALIBRATION_TOKENS // multiple * multiple
-        inputs = batch.inputs if strategy.topology.cp > 1 else first_tokens(batch.inputs, limit)
+        inputs = first_tokens(batch.inputs, limit)
+        if cp > 1:  # all ranks must take the same parts of the sequences that they share
+            part = beginning(batch.inputs, limit, cp)
+            inputs = part if strategy.any(_has_labels(part)) else batch.inputs
         devices = [strategy.device] if strategy.device.type == "cuda" else []
         # Attention kernels advance the RNG even without dropout.
         with torch.random.fork_rng(devices):
@@ -127,19 +129,36 @@ class DelayedScalingState(Scaling):
 
 
 def first_tokens(inputs: dict[str, Any], limit: int = CALIBRATION_TOKENS) -> dict[str, Any]:
+    """Return the beginning of a micro-batch, or all of it if that has no labels. See `beginning`."""
+    part = beginning(inputs, limit)
+    return part if _has_labels(part) else inputs
+
+
+def beginning(inputs: dict[str, Any], limit: int, context_size: int = 1) -> dict[str, Any]:
     """Return the first rows of a micro-batch, or the beginning of its first row, of at most `limit` tokens.
 
-    Return all of it if it is no longer, or if that part has no labels. `inputs`: see `data.collate.Batch`.
+    `inputs`: see `data.collate.Batch`. If `context_size` ranks share each sequence, a sequence that is cut
+    keeps the beginnings of this rank's two chunks, which are chunks of a shorter sequence (`data.context`).
     """
     rows, width = inputs["input_ids"].shape
-    part = {name: inputs[name][: max(1, limit // width), :limit] for name in PER_TOKEN}
+    boundaries = inputs["cu_seqlens"] // context_size if "cu_seqlens" in inputs else torch.tensor([0, width])
+    columns = torch.arange(min(limit, width))
+    if width > limit and context_size > 1:
+        start, end = boundaries[boundaries < limit].max().item(), boundaries[boundaries >= limit].min().item()
+        columns[(start + limit) // 2 :] += (end - limit) // 2
+    columns = columns.to(inputs["input_ids"].device)
+    part = {name: inputs[name][: max(1, limit // width)][:, columns] for name in PER_TOKEN}
     tokens = part["input_ids"].numel()
-    if tokens == rows * width or (part["labels"] == IGNORE).all():
+    if tokens == rows * width:
         return inputs
     if "cu_seqlens" in inputs:
-        starts = inputs["cu_seqlens"]
-        part["cu_seqlens"] = torch.cat([starts[starts < tokens], starts.new_tensor([tokens])])
+        starts = inputs["cu_seqlens"][boundaries < tokens]
+        part["cu_seqlens"] = torch.cat([starts, starts.new_tensor([tokens * context_size])])
     return inputs | part
+
+
+def _has_labels(inputs: dict[str, Any]) -> bool:
+    return bool((inputs["labels"] != IGNORE).any())
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:

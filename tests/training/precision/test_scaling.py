@@ -1,5 +1,6 @@
 """Delayed scaling's state, on modules that keep it as TE does."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.data.collate import Sample, build_batch
+from fp8_suite.data.context import Context
 from fp8_suite.training.precision import scaling
 
 from tests.training.parallel.jobs import same_bits
@@ -88,6 +90,31 @@ def test_calibration_runs_on_the_first_tokens(packed, limit, shape):
     if packed:
         starts = {8: [0, 4, 8], 30: [0, 4, 10, 19, 20, 22, 30], 40: [0, 4, 10, 19, 20, 22, 30, 40]}
         assert part["cu_seqlens"].tolist() == starts[limit] and part["max_seqlen"] == 10
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("limit", [6, 8, 12, 30])
+def test_calibration_cuts_shared_sequences_alike_on_all_ranks(packed, limit):
+    """The parts of two ranks are chunks of the same shorter sequences."""
+    rows, width = [[sample(8), sample(24)] if packed else [sample(32)], [sample(29)]], 32
+    expected = build_batch(rows, width, 0).inputs
+    longest, contexts = width if packed else None, [Context(2, rank) for rank in range(2)]
+    batches = [build_batch(rows, width, 0, max_seqlen=longest, context=context) for context in contexts]
+    parts = [scaling.beginning(batch.inputs, limit, 2) for batch in batches]
+    tokens = 2 * min(limit, 16)
+    boundaries = parts[0]["cu_seqlens"].tolist() if packed else [0, tokens]
+    assert boundaries[-1] == tokens and boundaries == (
+        parts[1]["cu_seqlens"].tolist() if packed else [0, tokens]
+    )
+    actual = {name: torch.empty(tokens, dtype=torch.int64) for name in scaling.PER_TOKEN}
+    for context, part in zip(contexts, parts, strict=True):
+        for name, values in actual.items():
+            values[torch.from_numpy(context.places(boundaries))] = part[name].flatten()
+    for start, end in pairwise(boundaries):
+        positions = actual["position_ids"][start:end]
+        assert positions[0] == 0 and (positions.diff() > 0).all()
+        for name in scaling.PER_TOKEN:
+            assert torch.equal(actual[name][start:end], expected[name][0, start + positions])
 
 
 def test_calibration_needs_labels():
