@@ -1,0 +1,30 @@
+"""Text from files of this machine."""
+
+import json
+
+import pytest
+from fp8_suite.benchmarks import source_text
+
+
+def rows(path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_each_text_is_in_one_split_once(seed, tmp_path, capsys):
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for number in range(210):
+        (sources / f"{number}.py").write_text(f"# {number % 205}\n" * 300)  # five appear twice
+    (sources / "short.py").write_text("x = 1")
+    (sources / "broken.md").write_bytes(b"\xff" * 5000)
+    out = tmp_path / "out"
+    argv = [str(out), "--megabytes", "0.1", "--folders", str(sources), "--seed", seed]
+    assert source_text.main(argv) == 0 and source_text.main(argv) == 2  # the folder exists
+    train, test = (rows(out / f"{split}.jsonl") for split in ("train", "test"))
+    assert len({*train, *test}) == len(train) + len(test) and 1 <= len(test) <= 2
+    assert 1e5 <= sum(map(len, train)) < 1.05e5
+    capsys.readouterr()
+    assert source_text.main([str(tmp_path / "all"), "--megabytes", "9", "--folders", str(sources)]) == 1
+    assert len(rows(tmp_path / "all/train.jsonl") + rows(tmp_path / "all/test.jsonl")) == 205
+    assert "9.0 MB were asked for" in capsys.readouterr().err
