@@ -192,7 +192,7 @@ CHANGES = (
     Change(
         "TE's flag of the first FP8 module",
         "an autocast of a single module resets it, and TE would reduce all backward amaxes again",
-        by="training/precision/precision_map.py:_module_autocast",
+        by="training/precision/precision_map.py:inner_autocast",
         tested_by="tests/gpu/test_precision_map.py",
         until="the forward pass ends",
     ),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +31,9 @@ from fp8_suite.training.optim.adamw import local
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.pipeline import tensors_of_all_stages
 from fp8_suite.training.parallel.ranks import print_rank0
-from fp8_suite.training.precision.precision_map import bf16_linears
+from fp8_suite.training.precision.precision_map import bf16_linears, inner_autocast
 from fp8_suite.training.prepare import PreparedRun
+from fp8_suite.training.step import evaluate
 from fp8_suite.training.tracking.metrics import summary_name, tail_mean
 from fp8_suite.training.tracking.tracker import amend_summary
 from fp8_suite.training.trainer import Trainer
@@ -119,6 +123,31 @@ def _write_adapter(prepared: PreparedRun, adapters: Adapters) -> Path:
     return export_adapter(prepared.folder / "adapter", peft_tensors(adapters), config)
 
 
+def evaluate_in_bf16(prepared: PreparedRun, trainer: Trainer) -> dict[str, float]:
+    """Return the BF16 loss of weights that TE layers trained in FP8, if they are exported in FP8. Collective.
+
+    Empty without evaluation data, if a signal stops it, and for models with parts that are always in FP8.
+    """
+    cfg, precision, stack = prepared.cfg, prepared.resolved.precision, trainer.stack
+    always_fp8 = cfg.precision.fp8_weights, cfg.precision.fp8_lm_head, cfg.sharding.fp8_all_gather
+    wanted = precision.te_recipe is not None and "fp8" in cfg.export_folders
+    if not wanted or trainer.loaders.eval is None or any((*always_fp8, precision.by_module)):
+        return {}
+
+    @contextmanager
+    def autocast() -> Iterator[None]:
+        with stack.autocast(), inner_autocast(precision, None, stack.strategy.topology.stage_group):
+            yield
+
+    metrics = evaluate(
+        replace(stack, autocast=autocast), trainer.loaders.eval, stop_requested=lambda: trainer.stop.requested
+    )
+    if metrics is None:
+        return {}
+    print_rank0(f"final weights in BF16: eval loss {metrics['eval/loss']:.4f}")
+    return {"eval_loss_bf16": metrics["eval/loss"]}
+
+
 def evaluate_exports(prepared: PreparedRun, loaders: Loaders) -> None:
     """Add the losses of exports to summary.json, if one is in FP8. On one rank, after training."""
     folders, summary = prepared.cfg.export_folders, read_record(prepared.folder / "summary.json")
@@ -140,6 +169,8 @@ def evaluate_exports(prepared: PreparedRun, loaders: Loaders) -> None:
 
 def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> dict[str, Any]:
     """Return summary.json: totals over all launches, rates of the last launch with steps. Collective."""
+    with observers.wall_time.phase("evaluation"):
+        in_bf16 = evaluate_in_bf16(prepared, trainer)
     observers.wall_time.count()
     cfg, strategy, progress = prepared.cfg, prepared.strategy, trainer.progress
     timed = progress.step and not prepared.resolved.precision.emulated
@@ -161,6 +192,7 @@ def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> 
         "train_loss": losses[-1] if losses else None,
         "train_loss_tail_mean": tail_mean(losses) if losses else None,
         **trainer.results(),
+        **in_bf16,
         "best_eval_loss": progress.best_eval_loss,
         "runtime_seconds": progress.wall_seconds,
         "train_seconds": progress.train_seconds,

@@ -100,7 +100,9 @@ def _why_stopped(run: VariantRun, failures: Failures) -> str:
 def _notes_on_losses(results: dict[str, Result], records: Records) -> list[str]:
     """Return what the losses show beside the answer. The first record is the reference's."""
     reference = next(iter(records.values()))
-    evaluations = {name: result.evaluation for name, result in results.items() if result.evaluation}
+    evaluations = {
+        n: result.final["evaluation"] for n, result in results.items() if "evaluation" in result.final
+    }
     notes = [
         f"{name}, evaluation loss: {judged.verdict}, {judged.describe()}."
         for name, judged in evaluations.items()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fp8_suite.benchmarks.records.runs import EFFECTS, RunRecord, Series
@@ -159,6 +160,25 @@ def tail_gap(run: RunRecord, reference: RunRecord) -> float | None:
     steps = sorted(losses.keys() & reference_losses.keys())
     base = tail_mean([reference_losses[step] for step in steps]) if steps else 0.0
     return tail_mean([losses[step] for step in steps]) / base - 1 if base else None
+
+
+def window_gaps(run: RunRecord, baseline: RunRecord, windows: int) -> dict[tuple[int, int], float]:
+    """Return {(first step, last step): relative gap of the mean losses} for equal windows of the run.
+
+    Empty if there are fewer common steps with losses than windows.
+    """
+    losses, baseline_losses = dict(run.series("train/loss")), dict(baseline.series("train/loss"))
+    steps = sorted(losses.keys() & baseline_losses.keys())
+    if len(steps) < windows:
+        return {}
+    ends = [steps[-1] * number // windows for number in range(windows + 1)]
+    gaps = {}
+    for before, end in pairwise(ends):
+        inside = [step for step in steps if before < step <= end]
+        if inside:
+            mean, base = (fmean(curve[step] for step in inside) for curve in (losses, baseline_losses))
+            gaps[before + 1, end] = mean / base - 1
+    return gaps
 
 
 def final_gap(run: RunRecord, baseline: RunRecord) -> float | None:

@@ -15,16 +15,20 @@ from typing import Any, NamedTuple
 
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.benchmarks.report import gaps
-from fp8_suite.benchmarks.report.tables import Columns
+from fp8_suite.benchmarks.report.tables import Columns, Table, make_table
 from fp8_suite.core.errors import counted
 
 CONFIDENCE = 0.95
 NORMAL_QUANTILE = 1.645  # below which a normal variable lies with that probability
 MAX_LOSS_GAP = 0.5  # percent
+WINDOWS = 10  # of a run, in the table of gaps over time; the last is that of the verdict
 MAX_SEEDS = 100  # a verdict that needs more seeds than this is out of reach
 # Standard deviation of a recipe's gaps over seeds, in percent, pooled over the recipes with several seeds in
 # the studies thousand_steps/te and fp8-moments/1b.
 RECORDED_SPREAD = 0.32
+# Losses of the final weights -> value in summary.json: as trained, without FP8, and of the exported files.
+FINAL_LOSSES = {"evaluation": "eval_loss", "evaluation in BF16": "eval_loss_bf16"}
+FINAL_LOSSES |= {"export": "export_loss_bf16", "FP8 export": "export_loss_fp8"}
 Pair = tuple[RunRecord, RunRecord]  # (run, its baseline)
 
 
@@ -134,14 +138,19 @@ def judge_training(pairs: Sequence[Pair], limit: float) -> Judgement:
     return Judgement(_percent(gaps.final_gap(*pair) for pair in pairs), limit)
 
 
-def judge_evaluation(pairs: Sequence[Pair], limit: float) -> Judgement | None:
-    """Judge the final evaluation losses; None if there is none to compare."""
-    losses = [(run.value("eval_loss"), baseline.value("eval_loss")) for run, baseline in pairs]
-    losses = [(loss, reference) for loss, reference in losses if loss is not None and reference]
-    if any(math.isfinite(reference) and not math.isfinite(loss) for loss, reference in losses):
-        return Judgement((), limit, "its evaluation loss is not finite")
-    percent = _percent(loss / reference - 1 for loss, reference in losses if math.isfinite(reference))
-    return Judgement(percent, limit) if losses else None
+def judge_final_losses(pairs: Sequence[Pair], limit: float) -> dict[str, Judgement]:
+    """Judge the losses of the final weights on the evaluation data, where runs and baselines have them."""
+    judged = {}
+    for name, key in FINAL_LOSSES.items():
+        fallback = "eval_loss" if key == "eval_loss_bf16" else key  # a BF16 baseline has no other
+        losses = [(run.value(key), base.value(key) or base.value(fallback)) for run, base in pairs]
+        losses = [(loss, reference) for loss, reference in losses if loss is not None and reference]
+        percent = _percent(loss / reference - 1 for loss, reference in losses if math.isfinite(reference))
+        judgement = Judgement(percent, limit)
+        if any(math.isfinite(reference) and not math.isfinite(loss) for loss, reference in losses):
+            judgement = Judgement((), limit, f"its {name} loss is not finite")
+        judged |= {name: judgement} if losses else {}
+    return judged
 
 
 def judge_evaluated(pairs: Sequence[Pair], limit: float) -> dict[str, Judgement]:
@@ -180,13 +189,13 @@ class Result:
 
     pairs: list[Pair]
     training: Judgement
-    evaluation: Judgement | None
+    final: dict[str, Judgement]  # by name in FINAL_LOSSES
     evaluated: dict[str, Judgement]  # by measure and export, from benchmarks.evaluate
 
     @property
-    def judgements(self) -> dict[str, Judgement | None]:
+    def judgements(self) -> dict[str, Judgement]:
         """Judgements by name of the loss or measure."""
-        return {"training": self.training, "evaluation": self.evaluation} | self.evaluated
+        return {"training": self.training} | self.final | self.evaluated
 
     @property
     def run(self) -> RunRecord:
@@ -203,7 +212,7 @@ class Result:
 
 
 def judge_pairs(pairs: list[Pair], limit: float) -> Result:
-    judges = judge_training, judge_evaluation, judge_evaluated
+    judges = judge_training, judge_final_losses, judge_evaluated
     return Result(pairs, *(judge(pairs, limit) for judge in judges))
 
 
@@ -254,8 +263,29 @@ def lines_of(results: Iterable[Result], name: Callable[[RunRecord], str]) -> lis
         for result in results
         for settings in [", ".join(gaps.other_settings(result.run, result.baseline)) or None]
         for loss, judgement in result.judgements.items()
-        if judgement
     ]
+
+
+def gaps_over_time(results: Iterable[Result], name: Callable[[RunRecord], str]) -> Table:
+    """Return mean gaps with bounds: a row for each of WINDOWS parts of the run, a column per variant."""
+    columns: dict[str, dict[tuple[int, int], Judgement]] = {}
+    for result in results:
+        curves = [gaps.window_gaps(run, baseline, WINDOWS) for run, baseline in result.pairs]
+        windows = sorted(set[tuple[int, int]]().union(*curves))
+        columns[name(result.run)] = {
+            window: Judgement(_percent(curve.get(window) for curve in curves)) for window in windows
+        }
+
+    def text(judgement: Judgement | None) -> str | None:
+        if judgement is None:
+            return None
+        bounds = judgement.bounds and "{:+.2f} to {:+.2f}".format(*judgement.bounds)
+        return f"{judgement.mean:+.2f} %" + (f" ({bounds})" if bounds else "")
+
+    shown: Columns = {"steps": (lambda window: "{:,}-{:,}".format(*window), "{}")}
+    for label, judgements in columns.items():
+        shown[label] = (lambda window, judgements=judgements: text(judgements.get(window)), "{}")
+    return make_table(shown, sorted({window for judgements in columns.values() for window in judgements}))
 
 
 def answer(lines: Iterable[Line]) -> str:

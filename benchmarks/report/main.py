@@ -15,8 +15,8 @@ from fp8_suite.benchmarks.records.runs import RunRecord, bad_input, find_runs, r
 from fp8_suite.benchmarks.records.table import read_table, read_texts
 from fp8_suite.benchmarks.report import figures, page
 from fp8_suite.benchmarks.report.gaps import compare_losses, pick_reference
-from fp8_suite.benchmarks.report.judge import answer, judge_all, lines_of
-from fp8_suite.benchmarks.report.tables import Table, labels, markdown, provenance, report_tables
+from fp8_suite.benchmarks.report.judge import LINES, answer, gaps_over_time, judge_all, lines_of
+from fp8_suite.benchmarks.report.tables import Table, labels, make_table, markdown, provenance, report_tables
 from fp8_suite.training.tracking.settings import LogConfig
 from fp8_suite.training.tracking.wandb_writer import start_wandb, wandb_id
 
@@ -31,9 +31,15 @@ def write(
     tables = report_tables(runs, conclusion and conclusion.price_per_gpu_hour)
     losses = compare_losses(runs, reference, conclusion and conclusion.baselines)
     names = dict(zip(map(id, runs), labels(runs), strict=True))
-    several = [result for result in judge_all(losses) if len(result.pairs) > 1]
+    results = judge_all(losses)
+    several = [result for result in results if len(result.pairs) > 1]
     if conclusion is None and several:
-        print(answer(lines_of(several, lambda run: names[id(run)])), end="\n\n")
+        lines = lines_of(several, lambda run: names[id(run)])
+        verdicts = make_table(LINES, lines)
+        print(answer(lines), markdown(verdicts.headings, verdicts.texts), sep="\n\n", end="\n\n")
+    if several and (table := gaps_over_time(several, lambda run: names[id(run)])).rows:
+        tables["loss_gap"] = table
+        print(markdown(table.headings, table.texts), end="\n\n")
     print(markdown(tables["runs"].headings, tables["runs"].texts), end="\n\n")
     for run in runs:
         print(f"- {names[id(run)]}: {provenance(run)}")

@@ -92,6 +92,7 @@ def _run_columns(runs: list[RunRecord], price: float | None) -> Columns:
         **metric_columns("train/loss"),
         "train loss, mean of last 10 %": ("train_loss_tail_mean", "{:.4f}"),
         **metric_columns("eval/loss", "eval/perplexity", "eval/token_accuracy", "perf/tokens_per_second"),
+        "eval loss in BF16": ("eval_loss_bf16", "{:.4f}"),
         "export's loss": ("export_loss_bf16", "{:.4f}"),
         "FP8 export's loss": ("export_loss_fp8", "{:.4f}"),
         "tokens/s per GPU": (lambda run: run.tokens_per_gpu, "{:,.0f}"),

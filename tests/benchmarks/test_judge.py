@@ -1,13 +1,17 @@
 """The test of non-inferiority: t quantiles, bounds, verdicts, and the recorded spread between seeds."""
 
+import json
 import math
+from dataclasses import replace
 from statistics import stdev
 
+import numpy as np
 import pytest
-from fp8_suite.benchmarks.records.table import read_table
-from fp8_suite.benchmarks.report import judge
+from fp8_suite.benchmarks.records.table import from_row, read_table, to_row
+from fp8_suite.benchmarks.report import gaps, judge
 from fp8_suite.benchmarks.report.gaps import compare_losses, pick_reference
 from fp8_suite.benchmarks.report.judge import Judgement
+from fp8_suite.core.files import to_json
 
 from tests.benchmarks.folders import trained
 
@@ -60,6 +64,49 @@ def test_the_spread_is_that_of_the_recorded_studies():
     degrees = sum(len(values) - 1 for values in gaps)
     spread = math.sqrt(sum(stdev(values) ** 2 * (len(values) - 1) for values in gaps) / degrees)
     assert len(gaps) == 7 and spread == pytest.approx(judge.RECORDED_SPREAD, abs=0.005)
+
+
+def test_gaps_over_time_survive_the_record(tmp_path):
+    """Windows of 500 steps: by hand, of the logged losses, and of the thinned curves of the table."""
+    step = np.arange(1, 5001)
+    noise = np.random.default_rng(0).normal(size=(2, 5000)) * 0.1
+    runs = []
+    for seed, base in enumerate(2 + noise + 4 / np.sqrt(step)):
+        window = (step - 1) // 500
+        for recipe, losses in {"bf16": base, "delayed": base * (1 + 1.1e-4 * (seed + 1) * window)}.items():
+            run = trained(tmp_path / f"{recipe}-{seed}", [1.0], recipe, seed=seed)
+            rows = [{"step": n, "train/loss": loss} for n, loss in enumerate(losses.tolist(), 1)]
+            runs.append(replace(run, records=rows))
+    recorded = [from_row(json.loads(to_json(to_row(run, "study", "tiny-llama")))) for run in runs]
+    assert max(len(run.records) for run in recorded) <= 200
+    for records in (runs, recorded):
+        results = judge.judge_all(compare_losses(records, records[0]))
+        table = judge.gaps_over_time(results, lambda run: run.name)
+        assert table.headings == ["steps", "delayed-0"] and len(table.rows) == 10
+        assert [row[0] for row in table.texts][::9] == ["1-500", "4,501-5,000"]
+        for number, (_, cell) in enumerate(table.texts):  # gaps g and 2g, g = 0.011 % x number
+            mean, margin = 0.0165 * number, 6.3138 * 0.0055 * number
+            assert cell == f"{mean:+.2f} % ({mean - margin:+.2f} to {mean + margin:+.2f})", cell
+        assert results[0].training.gaps == pytest.approx((0.099, 0.198), abs=1e-5)
+    assert gaps.window_gaps(runs[1], replace(runs[0], records=runs[0].records[:9]), 10) == {}
+
+
+def test_final_losses_are_judged_in_every_form(tmp_path):
+    """The BF16 loss of an FP8 run is compared with the baseline's loss, which is in BF16 already."""
+    runs = []
+    for seed in (1, 2):
+        for recipe, factor in (("bf16", 1.0), ("delayed", 1.01)):
+            run = trained(tmp_path / f"{recipe}-{seed}", [2.0], recipe, seed=seed)
+            exports = {"export_loss_bf16": 1.5 * factor**2, "export_loss_fp8": 1.5 * factor**3}
+            in_bf16 = {} if recipe == "bf16" else {"eval_loss_bf16": 1.5 * 1.04}
+            runs.append(replace(run, summary=run.summary | {"eval_loss": 1.5 * factor} | exports | in_bf16))
+    (result,) = judge.judge_all(compare_losses(runs, runs[0]))
+    means = {name: judgement.mean for name, judgement in result.final.items()}
+    expected = {"evaluation": 1.0, "evaluation in BF16": 4.0, "export": 2.01, "FP8 export": 3.0301}
+    assert means == pytest.approx(expected) and {j.verdict for j in result.final.values()} == {"FAIL"}
+    runs[1] = replace(runs[1], summary=runs[1].summary | {"export_loss_fp8": math.nan})
+    (result,) = judge.judge_all(compare_losses(runs, runs[0]))
+    assert result.final["FP8 export"].reason == "its FP8 export loss is not finite"
 
 
 def test_runs_are_paired_by_seed_and_setting(tmp_path):

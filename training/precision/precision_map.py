@@ -143,12 +143,12 @@ def apply(model: nn.Module, precision: Precision, group: Any = None) -> None:
     modules = dict(model.named_modules())
     for name, recipe in precision.by_module.items():
         if recipe != precision.effective and (module := modules.get(name)):  # else on another rank
-            region = _module_autocast(precision, precision.te_recipe_of.get(recipe), group)
+            region = inner_autocast(precision, precision.te_recipe_of.get(recipe), group)
             module.forward = region(module.forward)
 
 
 @contextmanager
-def _module_autocast(precision: Precision, recipe: Any, group: Any) -> Iterator[None]:
+def inner_autocast(precision: Precision, recipe: Any, group: Any) -> Iterator[None]:
     """Run in `recipe` (None: BF16) inside the run's autocast.
 
     TE reduces forward amaxes of delayed scaling when the outermost autocast exits. It reduces all backward

@@ -69,6 +69,24 @@ def test_losses_in_the_summary_are_those_of_the_files(layers, tmp_path, capsys):
     assert values["export_loss_bf16"] != values["export_loss_fp8"]
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_the_final_weights_are_also_evaluated_in_bf16(recipe, tmp_path):
+    fp8, rows = BLOCK.replace("block", recipe), "--eval_split test"
+    values = summary(train(tmp_path / "run", f"{FLAGS} both {fp8} {rows}"))
+    bf16 = f"--use_te --te_backend emulated --mixed_precision bf16 --model_name {tmp_path / 'run/export'}"
+    flags = f"{FLAGS} bf16 {bf16} {rows} --init pretrained --max_steps 0"
+    again = summary(train(tmp_path / "bf16", flags))["eval_loss"]
+    assert values["eval_loss_bf16"] == pytest.approx(again, rel=5e-5)  # norms of the run are in FP32
+    assert abs(values["eval_loss_bf16"] - again) < abs(values["eval_loss"] - again)
+
+
+@pytest.mark.parametrize(
+    "flags", [f"fp8 {BLOCK} --fp8_lm_head", "bf16 " + BLOCK, "fp8 --mixed_precision bf16"]
+)
+def test_no_bf16_loss_of_a_model_with_fixed_fp8_parts_or_none(flags, tmp_path):
+    assert "eval_loss_bf16" not in summary(train(tmp_path / "run", f"{FLAGS} {flags}"))
+
+
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama"])
 def test_exported_weights_are_the_operands_of_training(name, tmp_path, monkeypatch):
     operands, quantize = [], Float8BlockScaling.quantize
