@@ -157,6 +157,19 @@ def test_the_overview_shows_speed_and_the_mean_gap_over_seeds(tmp_path):
     assert texts == [["14,376", "17,970 (1.25x)"], ["baseline", "+2.00 %"]]
 
 
+def test_several_seeds_have_verdicts_and_gaps_over_time(tmp_path, capsys):
+    folders = []
+    for seed in (1, 2):
+        for recipe, factor in (("bf16", 1.0), ("delayed", 1.002)):
+            run = trained(tmp_path / f"{recipe}-{seed}", [2.0 * factor] * 20, recipe, seed=seed)
+            folders.append(run.folder)
+    _, rows = reported(tmp_path, *folders, reference=folders[0])
+    cells = {("gap", window): rows["gap", window] for window in ("1-20", "181-200")}
+    assert set(map(tuple, cells.values())) == {("+0.20 % (+0.20 to +0.20)",)}
+    printed = capsys.readouterr().out
+    assert "| delayed-1 | bf16-1   | training   | PASS" in printed and printed.count("+0.20 % (+0.20") == 10
+
+
 def test_each_gap_is_drawn_against_its_own_baseline(tmp_path):
     te, hf = trained(tmp_path / "bf16", [2.0]), trained(tmp_path / "bf16_hf", [4.0])
     runs = [te, hf, trained(tmp_path / "tensorwise", [4.4], "tensorwise")]
