@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fp8_suite.benchmarks.records.runs import EFFECTS, RunRecord, Series
+from fp8_suite.benchmarks.records.runs import DEFAULT, EFFECTS, RunRecord, Series
 from fp8_suite.benchmarks.report.tables import labels
 from fp8_suite.training.config import all_settings
 from fp8_suite.training.tracking.metrics import tail_mean
@@ -81,11 +81,18 @@ def initial_loss(run: RunRecord) -> float | None:
 
 
 def pick_reference(runs: list[RunRecord]) -> RunRecord:
-    """Return the first BF16 run with losses, if possible with an FP8 run's seed; else the first run."""
+    """Return the first BF16 run with losses, if possible with an FP8 run's seed; else the first run.
+
+    Of the runs that are comparable with that one, it is the first with the fewest precision settings, such as
+    --moment_dtype.
+    """
     trained = [run for run in runs if run.value("recipe") == "bf16" and run.series("train/loss")]
     seeds = {run.config.get("seed") for run in runs if run.value("recipe") != "bf16"}
     shared = [run for run in trained if run.config.get("seed") in seeds]
-    return (shared or trained or runs)[0]
+    first, *further = shared or trained or runs[:1]
+    candidates = [first, *(run for run in further if why_not_comparable(run, first) is None)]
+    names = [name for name, setting in all_settings().items() if setting.section == "precision"]
+    return min(candidates, key=lambda run: sum(run.setting(name) != DEFAULT[name] for name in names))
 
 
 def why_not_comparable(run: RunRecord, reference: RunRecord) -> str | None:

@@ -88,6 +88,9 @@ def test_the_reference_is_a_bf16_run_with_a_loss_and_if_possible_fp8_s_seed(tmp_
     empty, bf16 = trained(tmp_path / "empty", []), trained(tmp_path / "bf16", [2.0])
     assert gaps.pick_reference([fp8, empty, bf16]) is bf16 and gaps.pick_reference([fp8, empty]) is fp8
     assert gaps.pick_reference([other, fp8, bf16]) is bf16 and gaps.pick_reference([other, bf16]) is other
+    small = trained(tmp_path / "bf16+moment_dtype=fp8", [2.0], moment_dtype="fp8")
+    elsewhere = trained(tmp_path / "task", [2.0], model_name="tiny-qwen2")
+    assert gaps.pick_reference([small, elsewhere, fp8, bf16]) is bf16
 
 
 def test_gaps_are_to_the_reference_with_the_run_s_seed(tmp_path):
