@@ -31,7 +31,10 @@ def best_layouts(
 
     Parallel sizes of `auto` are searched; without any, those of 1, with all micro-batches and recomputation.
     """
+    names = auto_sizes(cfg) or {"best_layout": True}
     if not auto_sizes(cfg):
+        if cfg.optim.global_batch_size is None and not cfg.optim.batch_ramp:
+            raise bad_setting("needs the batch of a step; add --global_batch_size", **names)
         searched = {name: AUTO for name in AXES.values() if getattr(cfg.sharding, name) == 1}
         optim = replace(cfg.optim, batch_size=AUTO, gradient_accumulation_steps=None)
         recompute = AUTO if cfg.model.recomputation == "none" else cfg.model.recompute
@@ -46,8 +49,11 @@ def best_layouts(
     cluster = {"gpus": gpus, "gpus_per_node": gpus_per_node, "network_gbs": network_gbs}
     plans = [make_plan(best.requested.cfg, gpu, **cluster) for best in search.fastest(cfg, SHOWN)]
     if not plans:
-        make_plan(without_auto_sizes(cfg), gpu, **cluster)  # UserError if settings are refused
-        raise bad_setting(f"no layout on {counted(gpus, 'GPU')} fits; use more GPUs", best_layout=True)
+        if next(search.setups(cfg), None) is None:
+            make_plan(without_auto_sizes(cfg), gpu, **cluster)  # UserError if settings are refused
+        is_fixed = AUTO not in (cfg.optim.batch_size, cfg.model.recompute)
+        way_out = "add --batch_size auto --recompute auto" if is_fixed else "use more GPUs"
+        raise bad_setting(f"no layout on {counted(gpus, 'GPU')} fits; {way_out}", **names)
     return plans
 
 

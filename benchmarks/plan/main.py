@@ -26,6 +26,7 @@ from fp8_suite.core.recipes import RECIPES, costs_of
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config, parse_config
 from fp8_suite.training.estimate.advice import way_out
+from fp8_suite.training.estimate.layout import check_pipeline
 from fp8_suite.training.estimate.memory import checkpoint_bytes
 from fp8_suite.training.estimate.sizes import (
     UNCOMPILED,
@@ -106,7 +107,10 @@ def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[P
     for gpus in args.gpus:
         try:
             cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
-            plans.append(make_plan(cfg, gpu, gpus=gpus, **cluster, disk_gbs=args.disk_gb_per_second))
+            plan = make_plan(cfg, gpu, gpus=gpus, **cluster, disk_gbs=args.disk_gb_per_second)
+            micro_batches, layers = plan.setup.batches.micro_batches(0), plan.setup.model.shape.num_layers
+            check_pipeline(plan.setup.layout, layers, micro_batches, cfg.optim.batch_ramp)
+            plans.append(plan)
             if (names := auto_settings(cfg)) and _exceeds_counts(plans[-1]):  # training refuses it too
                 raise bad_setting(f"{UNCOMPILED}; give a value", **dict.fromkeys(names, AUTO))
         except UserError as error:
@@ -294,7 +298,7 @@ def build_parser() -> argparse.ArgumentParser:
         add(f"--{flag}", type=_positive, metavar="X", help=text)
     network = "network bandwidth per GPU in GB/s, one direction (default: 50, or 400 Gbit/s; assumed by auto)"
     add("--network_gbs", type=_positive, default=NETWORK_BANDWIDTH / 1e9, metavar="X", help=network)
-    best = "find the fastest layout with this --global_batch_size; sizes above 1 are kept"
+    best = "find the fastest layout and --batch_size with this --global_batch_size; sizes above 1 are kept"
     add("--best_layout", action="store_true", help=best)
     disk = "disk bandwidth of all nodes in GB/s; adds a column with goodput (default with --save_interval: 1"
     add("--disk_gb_per_second", type=_positive, metavar="X", help=f"{disk}; 2.6 on an H100 host)")

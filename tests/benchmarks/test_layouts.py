@@ -86,12 +86,26 @@ def test_layouts_whose_parts_do_not_fit_the_recipe_are_left_out(precision, tmp_p
 
 def test_what_cannot_be_searched_is_an_error_with_its_flag():
     for cfg, flag in (
-        (settings("8B", 8192, None), "tensor_parallel_size"),
+        (settings("8B", 8192, None), "best_layout"),
+        (settings("8B", 8192, None, context_parallel_size="auto"), "context_parallel_size"),
         (settings("405B", 8192, 8), "best_layout"),
+        # 8 ranks cannot share the batch, but the layouts that can do not fit.
+        (settings("70B", 32_768, 32, batch_size=8, tensor_parallel_size="auto"), "tensor_parallel_size"),
     ):
         with pytest.raises(UserError) as error:
             search(cfg, 8)
-        assert flag in error.value.flags
+        assert error.value.flags == {flag}
+
+
+def test_pipelines_without_micro_batches_for_their_stages_are_not_planned():
+    command = (
+        "--model_name meta-llama/Llama-3.1-8B --use_te --gpus 8 --batch_size 1 --pipeline_parallel_size 4"
+    )
+    for flags in ("", "--gradient_accumulation_steps 6 --virtual_stages 2"):
+        with pytest.raises(UserError) as error:
+            run(f"{command} {flags}".split())
+        assert "gradient_accumulation_steps" in error.value.flags
+    assert "8 micro-batches" in run(f"{command} --gradient_accumulation_steps 8 --virtual_stages 2".split())
 
 
 def test_the_command_prints_flags_that_give_the_same_plan():

@@ -42,7 +42,8 @@ def choose_strategy(
     sizing = ranks.run_on_rank0(lambda: choose_sizing(cfg, model, device, effective, usable))
     chosen = sizing.chosen
     layers = getattr(model.config, "num_hidden_layers", 1)
-    ranks.run_on_rank0(lambda: check_pipeline(chosen.layout, layers, chosen.batches.micro_batches(0)))
+    first_step = chosen.batches.micro_batches(0), cfg.optim.batch_ramp
+    ranks.run_on_rank0(lambda: check_pipeline(chosen.layout, layers, *first_step))
     strategy = build_strategy(chosen.mode, device, chosen.cfg)
     ranks.run_on_all_ranks(lambda: check_recomputation(chosen.cfg, strategy))
     if cfg.optim.max_steps != 0:
@@ -123,8 +124,9 @@ def choose_layout(
     gpus, per_node = ranks.world_size(), ranks.local_rank_and_size()[1]
     search = LayoutSearch(_size_of(model, cfg.lora), gpus, per_node, gpu, free, check, effective=effective)
     if not (fastest := search.fastest(cfg)):
-        # UserError with a way out, unless a micro-batch is given.
-        choose_sizing(sizes.without_auto_sizes(cfg), model, device, effective, free)
+        # UserError with a way out, unless a micro-batch is given that only other layouts can run.
+        if cfg.optim.batch_size == AUTO or next(search.setups(cfg), None) is None:
+            choose_sizing(sizes.without_auto_sizes(cfg), model, device, effective, free)
         reason = f"no layout on {counted(gpus, 'GPU')} fits; add --batch_size auto --recompute auto"
         raise bad_setting(reason, **names)
     chosen = fastest[0].chosen

@@ -78,15 +78,21 @@ def pipeline_stages(layout: Layout, layers: int, rank: int) -> tuple[range, ...]
     return tuple(range(ends[stage], ends[stage + 1]) for stage in range(rank, total, layout.pp))
 
 
-def check_pipeline(layout: Layout, layers: int, micro_batches: int) -> None:
-    """Raise UserError for a pipeline without layers or micro-batches for all its stages."""
+def check_pipeline(layout: Layout, layers: int, micro_batches: int, batch_ramp: str | None = None) -> None:
+    """Raise UserError for a pipeline without layers or micro-batches for all its stages.
+
+    `micro_batches` are those of the first step, which --batch_ramp sets if it is given.
+    """
     pp, virtual = layout.pp, layout.virtual
     if layers < pp * virtual:
         raise bad_setting(f"the model has {layers} layers; use at most as many stages", **layout.flags)
     if not layout.is_filled(micro_batches):
-        reason = f"a step needs {'a multiple of' if virtual > 1 else 'at least'} {pp} micro-batches; use "
+        reason = f"a step needs {'a multiple of' if virtual > 1 else 'at least'} {pp} micro-batches"
+        if batch_ramp:
+            reason += f", and the first has {micro_batches}; start with more tokens, or lower --batch_size"
+            raise bad_setting(reason, batch_ramp=batch_ramp, pipeline_parallel_size=pp)
         accumulation = max(1, round(micro_batches / pp)) * pp
-        reason += f"--gradient_accumulation_steps {accumulation}, or a smaller --batch_size"
+        reason += f"; use --gradient_accumulation_steps {accumulation}, or a smaller --batch_size"
         raise bad_setting(reason, gradient_accumulation_steps=micro_batches, pipeline_parallel_size=pp)
 
 

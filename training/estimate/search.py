@@ -57,7 +57,7 @@ class LayoutSearch:
         if cfg.optim.global_batch_size is None and not cfg.optim.batch_ramp:
             reason = "layouts have different numbers of data ranks; add --global_batch_size"
             raise bad_setting(reason, **sizes.auto_sizes(cfg))
-        fitting = [setup for setup in self._setups(cfg) if resident_state(setup) < self.free]
+        fitting = [setup for setup in self.setups(cfg) if resident_state(setup) < self.free]
         timed = [(self.seconds(setup), setup) for setup in fitting]
         fastest: dict[tuple[int, ...], tuple[float, Sizing]] = {}  # by CP, TP and PP
         for bound, setup in sorted(timed, key=lambda pair: pair[0]):
@@ -76,7 +76,7 @@ class LayoutSearch:
         sizings = (sizes.choose_sizes(replace(setup, cfg=cfg), self.free, self.gpu) for setup, cfg in changed)
         return sorted(sizings, key=lambda sizing: self.seconds(sizing.chosen))
 
-    def _setups(self, cfg: Config) -> Iterator[TrainingSetup]:
+    def setups(self, cfg: Config) -> Iterator[TrainingSetup]:
         """Yield setups for each layout and mode: with micro-batches of FULL tokens, and with the smallest."""
         modes = MODES_TRIED if (mode := cfg.sharding.sharding_mode) == AUTO else (mode,)
         for layout, mode in product(self._layouts(cfg), modes):

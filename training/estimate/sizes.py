@@ -189,7 +189,10 @@ def for_tensors(free: float) -> float:
 
 def unpredicted_sizes(request: TrainingSetup, free: float | None) -> Sizing:
     """Return the default sizes, for a step that the memory model does not cover."""
-    return Sizing(request, replace(request, cfg=with_sizes(request.cfg, request.data_ranks)), None, free)
+    allowed = runnable_batches(request)
+    batch = next((size for size in allowed if size <= DEFAULT_BATCH), allowed[0])
+    cfg = with_sizes(request.cfg, request.data_ranks, batch)
+    return Sizing(request, replace(request, cfg=cfg), None, free)
 
 
 def choose_sizes(request: TrainingSetup, free: float, gpu: Gpu = REFERENCE_GPU) -> Sizing:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import warnings
 from typing import Any
 
 import torch
@@ -131,8 +130,6 @@ def import_deepspeed() -> Any:
     logger.setLevel(logging.WARNING)
     # The training loop logs skipped steps, with loss and gradient norm.
     logger.addFilter(lambda record: "OVERFLOW!" not in record.getMessage())
-    # DeepSpeed calls deprecated functions of torch.distributed: one warning per collective.
-    warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*deprecated")
     # The suite uses none of the compiled extensions. On a CPU DeepSpeed would spend a minute on building one.
     deepspeed.ops.__compatible_ops__ = {}
     return deepspeed

@@ -44,20 +44,22 @@ def check_gemm_sizes(recipe: str, sizes: dict[str, int], /, *, way_out: str = ""
     """UserError naming the sizes that are not a multiple of what the recipe's GEMMs need."""
     multiple = RECIPES[recipe].feature_multiple
     if odd := ", ".join(f"{name} {size}" for name, size in sizes.items() if size % multiple):
-        way_out = way_out or "use another recipe or --mixed_precision bf16"
+        smaller = "a smaller --tensor_parallel_size, " if "tensor_parallel_size" in settings else ""
+        way_out = way_out or f"use {smaller}another recipe or --mixed_precision bf16"
         raise bad_setting(f"{odd} not a multiple of {multiple}, as FP8 GEMMs need; {way_out}", **settings)
 
 
-def check_sizes(precision: Precision, model_name: str, sizes: dict[str, int]) -> None:
-    """UserError if sizes of a TE model or its modules cannot run in their recipes."""
+def check_sizes(precision: Precision, model_name: str, sizes: dict[str, int], **settings: Any) -> None:
+    """UserError if sizes of a TE model or its modules cannot run in their recipes. It names `settings`."""
+    settings |= {"model_name": model_name}
     if precision.te_recipe is not None and not precision.by_module:
         recipe = precision.effective
-        check_gemm_sizes(recipe, sizes, fp8_scenario=recipe, model_name=model_name)
+        check_gemm_sizes(recipe, sizes, fp8_scenario=recipe, **settings)
     for module, recipe in precision.by_module.items():
         module_sizes = {name: sizes[name] for name in TE_GEMMS[module.split(".", 2)[2]]}
         if recipe != "bf16":
             way_out = f"{module} cannot run in {recipe}: give it another recipe, or bf16 (--precision_map)"
-            check_gemm_sizes(recipe, module_sizes, way_out=way_out, model_name=model_name)
+            check_gemm_sizes(recipe, module_sizes, way_out=way_out, **settings)
 
 
 def check_lm_head(cfg: Config, hidden_size: int, vocab_size: int, *, one_gemm: bool = True) -> None:
@@ -77,13 +79,14 @@ def check_part(
 ) -> None:
     """UserError if ranks cannot share this model's TE layers and sequences. None: the requested precision."""
     check_tensor_parallel(cfg, shape, gpus_per_node)
-    part, name = shape.part(cfg.sharding.tensor_parallel_size), cfg.model.model_name
+    parts, name = cfg.sharding.tensor_parallel_size, cfg.model.model_name
+    part, settings = shape.part(parts), {"tensor_parallel_size": parts} if parts > 1 else {}
     comm_type(cfg.sharding, part, precision.te_backend if precision else "native")
     if precision:
-        check_sizes(precision, name, part.gemm_sizes)
+        check_sizes(precision, name, part.gemm_sizes, **settings)
     elif cfg.precision.mixed_precision == "fp8" and cfg.model.use_te:
         recipe = cfg.requested_recipe
-        check_gemm_sizes(recipe, part.gemm_sizes, fp8_scenario=recipe, model_name=name)
+        check_gemm_sizes(recipe, part.gemm_sizes, fp8_scenario=recipe, model_name=name, **settings)
     if cfg.precision.fp8_lm_head:
         check_lm_head(cfg, shape.hidden_size, shape.vocab_size)
 

@@ -136,3 +136,8 @@ def test_no_other_micro_batch_is_predicted_to_be_faster(mode, gpus, gb):
     sizing = fitted(gb, 1.2, **settings, **AUTO)
     sizings = [fitted(gb, 1.2, **settings, batch_size=size) for size in (1, 2, 4, 8, 16, 32, 64)]
     assert seconds(sizing) <= 1.001 * min(seconds(candidate) for candidate in sizings if candidate.fits)
+
+
+def test_without_predictions_a_pipeline_gets_micro_batches_for_its_stages():
+    setup = setup_of(mode="ddp", gpus=2, global_batch_size=8, pipeline_parallel_size=2, **AUTO)
+    assert split(sizes.unpredicted_sizes(setup, None)) == (4, 2)

@@ -174,6 +174,12 @@ def test_pipelines_need_layers_and_micro_batches(layout, micro_batches, flags):
     assert set(error.value.flags) == flags
 
 
+def test_a_ramp_that_starts_with_too_few_micro_batches_is_named():
+    with pytest.raises(UserError) as error:
+        check_pipeline(Layout(pp=4), 10, 3, "384:0 1Ki:1M")
+    assert error.value.flags == {"batch_ramp", "pipeline_parallel_size"}
+
+
 def test_too_few_micro_batches_are_one_line_on_all_ranks(tmp_path):
     error = refused(start(tmp_path / "run", f"{TE} bf16 --gradient_accumulation_steps 1 {PP}"))
     assert "--gradient_accumulation_steps 2" in error

@@ -13,7 +13,7 @@ from fp8_suite.te_models.presets import PRESETS
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.parallel.strategies import Strategy
-from fp8_suite.training.precision.checks import check_tensor_parallel
+from fp8_suite.training.precision.checks import check_part, check_tensor_parallel
 from torch import Tensor, nn
 
 from tests.children import preload, run_ranks
@@ -142,13 +142,15 @@ def test_checkpoints_are_the_same_bits_in_any_layout(run, tmp_path):
         ({"tensor_parallel_size": 3}, set()),
         ({"tensor_parallel_size": 4}, set()),
         ({"moment_dtype": "fp8"}, {"moment_dtype"}),
+        # 32 columns of the output projection on each rank
+        ({"mixed_precision": "fp8", "fp8_scenario": "block"}, {"fp8_scenario", "model_name"}),
     ],
 )
 def test_what_cannot_run_is_refused(settings, flags):
     shape = ModelShape(64, 2, 8, 2, 8, 128, 256)  # 32 columns of the output projection on each of two ranks
     with pytest.raises(UserError) as refused:
         cfg = config_from_dict({"use_te": True, "tensor_parallel_size": 2} | settings)
-        check_tensor_parallel(cfg, shape, 12)
+        check_part(cfg, shape=shape, gpus_per_node=12)
     assert refused.value.flags == {"tensor_parallel_size"} | flags
 
 
