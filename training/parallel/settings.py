@@ -133,7 +133,8 @@ class ShardingConfig(Section):
         size = self.hsdp_shard_size or min(gpus, gpus_per_node)
         if gpus % size:
             raise bad_setting(
-                f"does not divide the {gpus} ranks; use a divisor, or --sharding_mode fsdp_full",
+                f"does not divide {counted(gpus, 'rank')} with the same layers; use a divisor, or "
+                "--sharding_mode fsdp_full",
                 hsdp_shard_size=size,
             )
         if size % (context := self.context_parallel_size):

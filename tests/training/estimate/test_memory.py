@@ -47,7 +47,7 @@ def test_hsdp_shards_over_a_node_or_a_divisor_of_the_ranks(setting, size):
     if size:
         assert cfg.sharding.shard_size(8, 4) == size
     else:
-        with pytest.raises(UserError, match=f"--hsdp_shard_size {setting}: does not divide the 8 ranks"):
+        with pytest.raises(UserError, match=f"--hsdp_shard_size {setting}: does not divide 8 ranks"):
             cfg.sharding.shard_size(8, 4)
 
 
