@@ -197,6 +197,12 @@ CHANGES = (
         until="the forward pass ends",
     ),
     Change(
+        "filter of warnings: deprecated names in torch.distributed",
+        "TE, DeepSpeed and the suite use names that torch 2.13 warns of and torch 2.11 needs",
+        by="training/parallel/ranks.py:join",
+        tested_by="tests/training/parallel/test_tensor_parallel.py",
+    ),
+    Change(
         "filter of warnings: torch.distributed is disabled",
         "torch warns of it at every save and load of a single process, also in the thread of a save",
         by="training/checkpoint/store.py:_run_dcp",

@@ -88,6 +88,7 @@ def test_docs_hold_the_summary_that_check_prints():
 
 def test_axes_are_named_with_what_they_cost():
     flags = f"--model_name {LLAMA_8B} --use_te --batch_size 1 --sharding_mode fsdp_full --gpus 8,12"
+    flags += " --gradient_accumulation_steps 2"
     text = run([*flags.split(), "--tensor_parallel_size", "4", "--pipeline_parallel_size", "2"])
     assert "tokens per micro-batch and data rank" in text
     assert re.search(r"^12 GPUs: --pipeline_parallel_size 2: ", text, re.MULTILINE)

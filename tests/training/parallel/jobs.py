@@ -120,6 +120,7 @@ def start(
 def train(folder: Path, flags: str = "", *, ranks: int = 2, **options) -> Job:
     job = start(folder, flags, ranks=ranks, **options)
     assert job.wait() == [0] * ranks, job.printed()
+    assert "FutureWarning" not in job.printed()
     return job
 
 
