@@ -50,12 +50,14 @@ def texts(folders: list[str], seed: int) -> Iterator[str]:
     random.Random(seed).shuffle(order)
     for path in order:
         try:
-            content = path.read_bytes() if path.is_file() else b""
+            if not (path.is_file() and SMALLEST <= path.stat().st_size <= LARGEST):
+                continue
+            content = path.read_bytes()
             text = content.decode("utf-8")
         except (OSError, UnicodeDecodeError):
             continue
         digest = hashlib.sha1(content).digest()
-        if SMALLEST <= len(content) <= LARGEST and digest not in seen:
+        if digest not in seen:
             seen.add(digest)
             yield text
 

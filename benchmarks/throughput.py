@@ -86,8 +86,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
 def measure(argv: list[str]) -> int:
     """Run all repeats and report on them. Returns 0, or the exit code of the first failed run."""
     arguments, requested = parse(argv)
-    cfg = config_from_dict(requested)
-    cfg, data_ranks = with_data_ranks(cfg, arguments.gpus)
+    cfg, data_ranks = with_data_ranks(config_from_dict(requested), arguments.gpus)
     optim = with_sizes(cfg, data_ranks).optim  # `auto` may choose another split
     accumulation = optim.gradient_accumulation_steps
     tokens = accumulation * optim.batch_size * cfg.data.max_seq_length

@@ -124,9 +124,8 @@ def evaluate(
     on_device = (batch.to(strategy.device) for batch in batches)
     first = next(on_device)
     stack.scaling.prepare(first)  # allocates the FP8 state, which `frozen` saves
-    devices = [strategy.device] if strategy.device.type == "cuda" else []
-    # Attention kernels advance the RNG, and a resumed run does not repeat a finished evaluation.
-    with torch.random.fork_rng(devices), stack.scaling.frozen():
+    # A resumed run does not repeat a finished evaluation.
+    with strategy.keeping_rng(), stack.scaling.frozen():
         for i, batch in enumerate(chain([first], on_device)):
             stack.heartbeat("evaluating")
             check_stop = strategy.topology.world_size == 1 or i % SIGNAL_CHECK_INTERVAL == 0

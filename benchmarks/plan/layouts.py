@@ -31,8 +31,8 @@ def best_layouts(
 
     Parallel sizes of `auto` are searched; without any, those of 1, with all micro-batches and recomputation.
     """
-    names = auto_sizes(cfg) or {"best_layout": True}
-    if not auto_sizes(cfg):
+    if not (names := auto_sizes(cfg)):
+        names = {"best_layout": True}
         if cfg.optim.global_batch_size is None and not cfg.optim.batch_ramp:
             raise bad_setting("needs the batch of a step; add --global_batch_size", **names)
         searched = {name: AUTO for name in AXES.values() if getattr(cfg.sharding, name) == 1}

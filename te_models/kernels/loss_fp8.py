@@ -66,7 +66,7 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_grad: bool, group: Any
     ) -> tuple:
-        tokens, vocab = hidden.shape[0], weight.shape[0]
+        tokens, vocab, softmax = hidden.shape[0], weight.shape[0], softmax_over(group)
         padding = -tokens % MULTIPLE
         if padding:
             hidden, labels = F.pad(hidden, (0, 0, 0, padding)), F.pad(labels, (0, padding), value=IGNORE)
@@ -85,7 +85,7 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
                 end = min(last, start + rows)
                 target = labels[start:end]
                 logits = multiply(x.rows[start:end], w.rows, x.inverse, w.inverse, fast=True)  # [rows, V]
-                chunk_loss, chunk_correct, log_sum = softmax_over(group)(logits, target)
+                chunk_loss, chunk_correct, log_sum = softmax(logits, target)
                 loss += chunk_loss
                 correct += chunk_correct
                 if needs_grad:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,6 +189,10 @@ class Strategy:
         if self.topology.world_size == 1:
             return flag
         return bool(self.max(torch.tensor(float(flag), device=self.device)))
+
+    def keeping_rng(self) -> AbstractContextManager[None]:
+        """Return a context that restores the RNG: attention kernels advance it even without dropout."""
+        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
     def _all_reduce(self, tensor: Tensor, operation: Any, group: Any = None) -> Tensor:
         if self.topology.world_size == 1:

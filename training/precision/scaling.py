@@ -73,14 +73,12 @@ class DelayedScalingState(Scaling):
         strategy, wrapped = self.strategy, self.wrapped
         # Tensor parallelism needs equal parts of the tokens.
         multiple, cp = 128 * strategy.topology.tp, strategy.topology.cp
-        limit = CALIBRATION_TOKENS // multiple * multiple
-        inputs = first_tokens(batch.inputs, limit)
+        part = beginning(batch.inputs, CALIBRATION_TOKENS // multiple * multiple, cp)
+        labelled = _has_labels(part)
         if cp > 1:  # all ranks must take the same parts of the sequences that they share
-            part = beginning(batch.inputs, limit, cp)
-            inputs = part if strategy.any(_has_labels(part)) else batch.inputs
-        devices = [strategy.device] if strategy.device.type == "cuda" else []
-        # Attention kernels advance the RNG even without dropout.
-        with torch.random.fork_rng(devices):
+            labelled = strategy.any(labelled)
+        inputs = part if labelled else batch.inputs
+        with strategy.keeping_rng():
             for _ in range(CALIBRATION_PASSES):
                 with torch.enable_grad():
                     if strategy.topology.pp > 1:
@@ -141,6 +139,8 @@ def beginning(inputs: dict[str, Any], limit: int, context_size: int = 1) -> dict
     keeps the beginnings of this rank's two chunks, which are chunks of a shorter sequence (`data.context`).
     """
     rows, width = inputs["input_ids"].shape
+    if rows * width <= limit:
+        return inputs
     boundaries = inputs["cu_seqlens"] // context_size if "cu_seqlens" in inputs else torch.tensor([0, width])
     columns = torch.arange(min(limit, width))
     if width > limit and context_size > 1:
@@ -148,10 +148,8 @@ def beginning(inputs: dict[str, Any], limit: int, context_size: int = 1) -> dict
         columns[(start + limit) // 2 :] += (end - limit) // 2
     columns = columns.to(inputs["input_ids"].device)
     part = {name: inputs[name][: max(1, limit // width)][:, columns] for name in PER_TOKEN}
-    tokens = part["input_ids"].numel()
-    if tokens == rows * width:
-        return inputs
     if "cu_seqlens" in inputs:
+        tokens = part["input_ids"].numel()
         starts = inputs["cu_seqlens"][boundaries < tokens]
         part["cu_seqlens"] = torch.cat([starts, starts.new_tensor([tokens * context_size])])
     return inputs | part
