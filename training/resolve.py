@@ -22,7 +22,6 @@ from fp8_suite.training.estimate.choose import choose_layout, free_memory
 from fp8_suite.training.export.loss import require_fp8_export
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.parallel import ranks
-from fp8_suite.training.parallel.context_parallel import comm_type
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.settings import AXES
 from fp8_suite.training.precision import checks, precision_map, recipes, torchao_fp8
@@ -100,14 +99,12 @@ def resolve(cfg: Config) -> Resolved:
         rule = "!" * 100
         print_rank0(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {FALLBACK_RECIPE} scaling\n{rule}")
     shape = ModelShape.from_hf_config(spec.config)
-    _check(cfg, precision, spec, shape)
+    communication = _check(cfg, precision, spec, shape)
     for warning in filter(None, [checks.unused_fp8_flags(cfg, precision), cfg.log.unused_wandb_flags()]):
         print_rank0(f"WARNING: {warning}")
     if cfg.precision.master_weights == "none":
         print_rank0(optim.MASTER_NONE_WARNING)
     weights_digests = digests(spec) if ranks.world_size() > 1 else {}
-    part = shape and shape.part(cfg.sharding.tensor_parallel_size)
-    communication = comm_type(cfg.sharding, part, precision.te_backend)
     return Resolved(precision, spec, shape, _flops_shape(cfg, spec, shape), weights_digests, communication)
 
 
@@ -134,17 +131,19 @@ def _flops_shape(cfg: Config, spec: ModelSpec, shape: ModelShape | None) -> Mode
     return None
 
 
-def _check(cfg: Config, precision: Precision, spec: ModelSpec, shape: ModelShape | None) -> None:
-    """UserError if the model cannot run in this precision."""
+def _check(cfg: Config, precision: Precision, spec: ModelSpec, shape: ModelShape | None) -> str | None:
+    """UserError if the model cannot run in this precision. Return how the ranks of a sequence attend."""
+    communication = None
     if shape is not None and cfg.model.recompute != AUTO:
         recompute_levels(cfg.model.recompute, shape.num_layers)
     if shape is not None and cfg.model.use_te:
         cfg.sharding.data_ranks(ranks.world_size())
         gpus_per_node = ranks.local_rank_and_size()[1]
-        checks.check_part(cfg, shape=shape, gpus_per_node=gpus_per_node, precision=precision)
+        communication = checks.check_part(cfg, shape=shape, gpus_per_node=gpus_per_node, precision=precision)
+    elif cfg.precision.fp8_lm_head:
+        text = spec.config.get_text_config()
+        checks.check_lm_head(cfg, text.hidden_size, text.vocab_size, one_gemm=spec.is_known_family)
     checks.check_settings(cfg, precision)
     if "fp8" in cfg.export_folders:
         require_fp8_export(spec)
-    if cfg.precision.fp8_lm_head:
-        text, one_gemm = spec.config.get_text_config(), cfg.model.use_te or spec.is_known_family
-        checks.check_lm_head(cfg, text.hidden_size, text.vocab_size, one_gemm=one_gemm)
+    return communication

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from fp8_suite.core.signals import StopFlag, Stopped
 from fp8_suite.data.build import Loaders
-from fp8_suite.training.checkpoint.progress import WallTime
+from fp8_suite.training.checkpoint.progress import Progress, WallTime
 from fp8_suite.training.checkpoint.saver import CheckpointSaver
-from fp8_suite.training.checkpoint.settings import parse_save_interval
+from fp8_suite.training.checkpoint.settings import SaveTimer
 from fp8_suite.training.config import Config
 from fp8_suite.training.guard import StepGuard
 from fp8_suite.training.optim.batch_ramp import BatchSchedule
@@ -55,25 +55,24 @@ class Trainer:
         wall_time: WallTime,
         hooks: Hooks,
     ):
-        self.cfg, self.stack, self.loaders, self.logs, self.saver = cfg, stack, loaders, logs, saver
-        self.batches = batches
-        self.wall_time, self.progress, self.hooks = wall_time, wall_time.progress, hooks
-        self.total_steps = stack.total_steps
+        self.cfg, self.stack, self.batches, self.loaders = cfg, stack, batches, loaders
+        self.logs, self.saver, self.wall_time, self.hooks = logs, saver, wall_time, hooks
         self.first_step = self.progress.step + 1  # first step of this launch
-        micro_batch = cfg.optim.batch_size * cfg.data.max_seq_length
-        self.warmup = warmup_steps(batches.micro_batches(self.progress.step) * micro_batch)
-        self._restored_tokens = self.progress.real_tokens
         self.stop = StopFlag(announces=stack.strategy.topology.rank == 0)
-        self.save_steps, self.save_seconds = parse_save_interval(cfg.checkpoint.save_interval)
+        self.save_timer = SaveTimer(cfg.checkpoint.save_interval)
+        logs.meter.real_tokens = self.progress.real_tokens  # of earlier launches
         self.guard = StepGuard(cfg.optim, stack, self.progress, warn=logs.display.message)
         self.last_eval: tuple[int, dict[str, float]] = (-1, {})  # step and metrics
-        self._training_since = 0.0  # time when training continued after the last save, or began
         self._unsaved_counts = {"real_tokens": 0, "label_tokens": 0}  # on this rank, since the last save
         self._loader_state: dict[str, Any] = {}  # before the current step's micro-batches
 
+    @property
+    def progress(self) -> Progress:
+        return self.wall_time.progress
+
     def train(self) -> bool:
         """Train to the end and save. False if a stop signal ended it early, see `StopFlag`. Collective."""
-        if self.total_steps == 0:
+        if self.stack.total_steps == 0:
             self._evaluate()
             return not self._any_stop()
         stopped = False
@@ -87,7 +86,7 @@ class Trainer:
                         done=self.progress.step,
                         max_grad_norm=self.cfg.optim.max_grad_norm,
                         stop_requested=lambda: self.stop.requested,
-                        save_due=self._save_due,
+                        save_due=self.save_timer.is_due,
                     )
                     stopped = self._after_step(micro_batches, waited, result)
                 if stopped:
@@ -107,11 +106,11 @@ class Trainer:
 
         The last step of an epoch may have fewer micro-batches.
         """
-        while self.progress.step < self.total_steps:
+        while self.progress.step < self.stack.total_steps:
             self.logs.meter.restart_clock()
             batches, began = iter(self.loaders.train), time.perf_counter()
-            while self.progress.step < self.total_steps and (micro_batches := self._load_step(batches)):
-                yield micro_batches, time.perf_counter() - began
+            while self.progress.step < self.stack.total_steps and (loaded := self._load_step(batches)):
+                yield loaded, time.perf_counter() - began
                 began = time.perf_counter()
 
     def _load_step(self, batches: Iterator[Any]) -> list[Any]:
@@ -143,10 +142,10 @@ class Trainer:
         progress, cfg, strategy = self.progress, self.cfg, self.stack.strategy
         first = progress.step + 1 == self.first_step
         progress.step += 1
-        last = progress.step == self.total_steps
+        last = progress.step == self.stack.total_steps
         log = last or _due(progress.step, cfg.log.log_interval)
         evaluates = not last and _due(progress.step, cfg.log.eval_interval)
-        saves = not last and _due(progress.step, self.save_steps)
+        saves = not last and _due(progress.step, self.save_timer.steps)
         on_gpu = strategy.device.type == "cuda"
         self.guard.add(progress.step, result)
         due = log or evaluates or saves
@@ -188,7 +187,7 @@ class Trainer:
             self._evaluate()
         self.wall_time.end_start()
         self.logs.meter.restart_clock()
-        self._training_since = time.perf_counter()
+        self.save_timer.restart()
 
     def _finish(self) -> None:
         """Save and evaluate the final weights. Raises NonFinite if their loss is not finite."""
@@ -230,16 +229,20 @@ class Trainer:
         }
         if result.loss_scale is not None:
             metrics["train/loss_scale"] = result.loss_scale.item()
-        done = progress.step - meter.steps - self.first_step + 1  # steps of this launch before the interval
-        # A launch too short to warm up counts all its steps.
-        warm = done >= self.warmup or self.total_steps < self.first_step + self.warmup
-        metrics |= meter.read(self._sum_counts, self._max_seconds, warm=warm)
+        metrics |= meter.read(self._sum_counts, self._max_seconds, warm=self._is_warm())
         if (peak := self.peak_memory_gb()) is not None:
             metrics["perf/peak_memory_gb"] = peak
-        metrics |= meter.named(self.wall_time.rates(self._restored_tokens + meter.real_tokens))
+        metrics |= meter.named(self.wall_time.rates(meter.real_tokens))
         self.logs.tracker.log(progress.step, metrics)
         self.hooks.after_log()
         self.logs.display.update(progress.step, metrics)
+
+    def _is_warm(self) -> bool:
+        """True if this interval has no step of the warm-up, or if the launch is too short to warm up."""
+        optim, length, before = self.cfg.optim, self.cfg.data.max_seq_length, self.first_step - 1
+        warmup = warmup_steps(self.batches.micro_batches(before) * optim.batch_size * length)
+        done = self.progress.step - self.logs.meter.steps - before  # steps of this launch before the interval
+        return done >= warmup or self.stack.total_steps <= before + warmup
 
     def _epoch(self) -> float:
         loader = self.loaders.train
@@ -283,10 +286,6 @@ class Trainer:
             f"token accuracy {metrics['eval/token_accuracy']:.2%}"
         )
 
-    def _save_due(self) -> bool:
-        """True if a save is due by this rank's clock. `train_step` reduces it over ranks."""
-        return 0 < self.save_seconds <= time.perf_counter() - self._training_since
-
     def _save(self) -> None:
         step, progress = self.progress.step, self.progress
         if self.saver.saved_step == step:
@@ -301,8 +300,7 @@ class Trainer:
         evaluated, metrics = self.last_eval
         with self.wall_time.phase("saving"):
             self.saver.save(step, metrics["eval/loss"] if evaluated == step else None)
-        # Count from here, because the save may have taken longer than the interval.
-        self._training_since = time.perf_counter()
+        self.save_timer.restart()  # the save may have taken longer than the interval
 
     def _finish_save(self) -> None:
         with self.wall_time.phase("saving"):

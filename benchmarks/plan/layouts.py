@@ -8,7 +8,7 @@ from functools import partial
 from fp8_suite.benchmarks.plan.inputs import read_model
 from fp8_suite.benchmarks.plan.predict import Plan, make_plan
 from fp8_suite.benchmarks.report.tables import markdown
-from fp8_suite.core.errors import as_flag, bad_setting, counted
+from fp8_suite.core.errors import as_flag
 from fp8_suite.core.gpus import Gpu
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config
@@ -31,29 +31,25 @@ def best_layouts(
 
     Parallel sizes of `auto` are searched; without any, those of 1, with all micro-batches and recomputation.
     """
-    if not (names := auto_sizes(cfg)):
-        names = {"best_layout": True}
-        if cfg.optim.global_batch_size is None and not cfg.optim.batch_ramp:
-            raise bad_setting("needs the batch of a step; add --global_batch_size", **names)
-        searched = {name: AUTO for name in AXES.values() if getattr(cfg.sharding, name) == 1}
-        optim = replace(cfg.optim, batch_size=AUTO, gradient_accumulation_steps=None)
+    searched: dict = auto_sizes(cfg)
+    if not searched:
+        searched = {"best_layout": True}
+        sizes = {name: AUTO for name in AXES.values() if getattr(cfg.sharding, name) == 1}
         recompute = AUTO if cfg.model.recomputation == "none" else cfg.model.recompute
-        model, sharding = replace(cfg.model, recompute=recompute), replace(cfg.sharding, **searched)
-        cfg = replace(cfg, optim=optim, model=model, sharding=sharding)
+        model, optim = replace(cfg.model, recompute=recompute), replace(cfg.optim, batch_size=AUTO)
+        cfg = replace(cfg, optim=optim, model=model, sharding=replace(cfg.sharding, **sizes))
     size, per_node = read_model(cfg.model.model_name).size, min(gpus, gpus_per_node)
     free = int(1e9 * (cfg.sharding.memory_limit_gb or gpu.memory_gb))
     from fp8_suite.training.precision.checks import check_part  # here because it imports torch
 
     check = partial(check_part, shape=size.shape, gpus_per_node=per_node)
-    search = LayoutSearch(size, gpus, per_node, gpu, free, check, 1e9 * network_gbs)
+    search = LayoutSearch(size, gpus, per_node, gpu, free, searched, check, 1e9 * network_gbs)
     cluster = {"gpus": gpus, "gpus_per_node": gpus_per_node, "network_gbs": network_gbs}
     plans = [make_plan(best.requested.cfg, gpu, **cluster) for best in search.fastest(cfg, SHOWN)]
     if not plans:
         if next(search.setups(cfg), None) is None:
             make_plan(without_auto_sizes(cfg), gpu, **cluster)  # UserError if settings are refused
-        is_fixed = AUTO not in (cfg.optim.batch_size, cfg.model.recompute)
-        way_out = "add --batch_size auto --recompute auto" if is_fixed else "use more GPUs"
-        raise bad_setting(f"no layout on {counted(gpus, 'GPU')} fits; {way_out}", **names)
+        raise search.misfit(cfg)
     return plans
 
 

@@ -261,7 +261,7 @@ def test_steps_of_a_ramp_count_for_rates_if_they_are_full(monkeypatch):
     shape = {"batch_size": 1, "max_seq_length": 16, "batch_ramp": RAMP}
     made, _ = trainer(data, total_steps=6, **shape)
     made.stack.optimizer.register_step_pre_hook(lambda *_: advance(1))
-    made.warmup = 0
+    monkeypatch.setattr("fp8_suite.training.trainer.warmup_steps", lambda tokens: 0)
     assert made.train()
     meter = made.logs.meter
     assert [rates["perf/tokens_per_second"] for rates in meter.rates] == [12, 12, 24, 24, 48]

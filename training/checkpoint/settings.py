@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -60,3 +61,18 @@ def parse_save_interval(text: str) -> tuple[int, float]:
         return int(number), 0.0
     reason = "give steps (500), minutes (30m) or hours (2h), or 0 to save only at the end"
     raise bad_setting(reason, save_interval=text)
+
+
+class SaveTimer:
+    """When saves are due by --save_interval: after `steps`, or after seconds of training."""
+
+    def __init__(self, interval: str):
+        self.steps, self.seconds = parse_save_interval(interval)
+        self.restart()
+
+    def restart(self) -> None:
+        self.began = time.perf_counter()
+
+    def is_due(self) -> bool:
+        """True if a save is due by this rank's clock. `train_step` reduces it over ranks."""
+        return 0 < self.seconds <= time.perf_counter() - self.began

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from fp8_suite.core.errors import UserError, as_flag, bad_setting, counted
+from fp8_suite.core.errors import UserError, as_flag, bad_setting
 from fp8_suite.core.gpus import REFERENCE_GPU, planned_gpu
 from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.families import FAMILIES
@@ -122,13 +122,13 @@ def choose_layout(
         raise _unpredicted(names, unknown)
     gpu = planned_gpu(torch.cuda.get_device_name(device)) or REFERENCE_GPU
     gpus, per_node = ranks.world_size(), ranks.local_rank_and_size()[1]
-    search = LayoutSearch(_size_of(model, cfg.lora), gpus, per_node, gpu, free, check, effective=effective)
+    size = _size_of(model, cfg.lora)
+    search = LayoutSearch(size, gpus, per_node, gpu, free, names, check, effective=effective)
     if not (fastest := search.fastest(cfg)):
         # UserError with a way out, unless a micro-batch is given that only other layouts can run.
         if cfg.optim.batch_size == AUTO or next(search.setups(cfg), None) is None:
             choose_sizing(sizes.without_auto_sizes(cfg), model, device, effective, free)
-        reason = f"no layout on {counted(gpus, 'GPU')} fits; add --batch_size auto --recompute auto"
-        raise bad_setting(reason, **names)
+        raise search.misfit(cfg)
     chosen = fastest[0].chosen
     values = dict.fromkeys(names, 1) | chosen.layout.flags | {"sharding_mode": chosen.mode}
     flags = " ".join(as_flag(*setting) for setting in values.items())

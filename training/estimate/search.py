@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 
-from fp8_suite.core.errors import UserError, bad_setting
+from fp8_suite.core.errors import UserError, bad_setting, counted
 from fp8_suite.core.gpus import Gpu
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config
@@ -39,6 +39,7 @@ class LayoutSearch:
     gpus_per_node: int
     gpu: Gpu
     free: float  # bytes of a GPU's memory
+    searched: dict[str, str | bool]  # settings that ask for the search, at fault if it finds nothing
     check: Callable[[Config], None]  # raises UserError for sizes that the model cannot run with
     network: float = NETWORK_BANDWIDTH  # bytes/s per GPU between nodes
     effective: str | None = None  # precision that runs; None: the requested one
@@ -52,11 +53,11 @@ class LayoutSearch:
 
         `requested` has the layout and the mode in place of `auto`. The bound is the time without
         recomputation. Only the last choice tries all sizes of micro-batches.
-        UserError without a global batch.
+        UserError without a global batch; empty if none fits, see `misfit`.
         """
         if cfg.optim.global_batch_size is None and not cfg.optim.batch_ramp:
             reason = "layouts have different numbers of data ranks; add --global_batch_size"
-            raise bad_setting(reason, **sizes.auto_sizes(cfg))
+            raise bad_setting(reason, **self.searched)
         fitting = [setup for setup in self.setups(cfg) if resident_state(setup) < self.free]
         timed = [(self.seconds(setup), setup) for setup in fitting]
         fastest: dict[tuple[int, ...], tuple[float, Sizing]] = {}  # by CP, TP and PP
@@ -75,6 +76,12 @@ class LayoutSearch:
         changed = ((best.requested, replace(best.requested.cfg, optim=cfg.optim)) for _, best in ranked)
         sizings = (sizes.choose_sizes(replace(setup, cfg=cfg), self.free, self.gpu) for setup, cfg in changed)
         return sorted(sizings, key=lambda sizing: self.seconds(sizing.chosen))
+
+    def misfit(self, cfg: Config) -> UserError:
+        """Return the error of settings with which no layout fits."""
+        is_fixed = AUTO not in (cfg.optim.batch_size, cfg.model.recompute)
+        way_out = "add --batch_size auto --recompute auto" if is_fixed else "use more GPUs"
+        return bad_setting(f"no layout on {counted(self.gpus, 'GPU')} fits; {way_out}", **self.searched)
 
     def setups(self, cfg: Config) -> Iterator[TrainingSetup]:
         """Yield setups for each layout and mode: with micro-batches of FULL tokens, and with the smallest."""

@@ -76,12 +76,14 @@ def check_lm_head(cfg: Config, hidden_size: int, vocab_size: int, *, one_gemm: b
 
 def check_part(
     cfg: Config, *, shape: ModelShape, gpus_per_node: int, precision: Precision | None = None
-) -> None:
-    """UserError if ranks cannot share this model's TE layers and sequences. None: the requested precision."""
+) -> str | None:
+    """UserError if ranks cannot share this model's TE layers and sequences. Return the `comm_type` that runs.
+
+    `precision` None: the requested one.
+    """
     check_tensor_parallel(cfg, shape, gpus_per_node)
     parts, name = cfg.sharding.tensor_parallel_size, cfg.model.model_name
     part, settings = shape.part(parts), {"tensor_parallel_size": parts} if parts > 1 else {}
-    comm_type(cfg.sharding, part, precision.te_backend if precision else "native")
     if precision:
         check_sizes(precision, name, part.gemm_sizes, **settings)
     elif cfg.precision.mixed_precision == "fp8" and cfg.model.use_te:
@@ -89,6 +91,7 @@ def check_part(
         check_gemm_sizes(recipe, part.gemm_sizes, fp8_scenario=recipe, model_name=name, **settings)
     if cfg.precision.fp8_lm_head:
         check_lm_head(cfg, shape.hidden_size, shape.vocab_size)
+    return comm_type(cfg.sharding, part, precision.te_backend if precision else "native")
 
 
 def check_tensor_parallel(cfg: Config, shape: ModelShape, gpus_per_node: int) -> None:

@@ -44,7 +44,7 @@ class Meter:
     rates: list[dict[str, float]] = field(default_factory=list)
     short_rates: list[dict[str, float]] = field(default_factory=list)  # intervals with an incomplete step
     clock: float = 0.0
-    real_tokens: int = 0  # of all ranks in this launch, up to the last log line
+    real_tokens: int = 0  # of all ranks and launches, up to the last log line
 
     def restart_clock(self) -> None:
         """Exclude everything since the last step from training time."""
