@@ -34,7 +34,7 @@ class ContextParallel:
     comm_type: str  # TE's `cp_comm_type`
     group: Any  # process group; for a2a+p2p those of both
     ranks: list[int]  # global numbers
-    stream: Any  # CUDA stream beside the main one; None on a CPU
+    stream: Any  # TE's CUDA stream, in a2a the main one; None on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,8 @@ def context_seconds(setup: TrainingSetup, gpu: Gpu, network: float, attention: f
 
     By --cp_comm_type. p2p, all_gather: ranks send each other keys and values in forward and again in
     backward, with their gradients; in a ring, beside `attention`, the seconds of its kernels. a2a: ranks
-    exchange tokens for heads before attention and back after it, which kernels wait for.
+    exchange tokens for heads before attention and back after it, which kernels wait for. TE repeats it in
+    every recomputed layer, because what is kept of attention is in the heads' order.
     """
     s, cp, in_node = setup.model.shape, setup.layout.cp, setup.gpus_per_node
     if cp == 1:
@@ -130,7 +131,8 @@ def context_seconds(setup: TrainingSetup, gpu: Gpu, network: float, attention: f
     if kind != "a2a":
         return wire if kind == "all_gather" else max(EXPOSED * wire, wire - attention)
     local = min(cp, in_node)
-    sent = (2 * s.num_heads * in_bf16 + pairs) * (2 + again)
+    passes = 3 - setup.share_of("none")
+    sent = (2 * s.num_heads * in_bf16 + pairs) * passes
     links = sent * (local - 1) / cp / (gpu.link_bandwidth * LINK_SHARE)
     return max(links, sent * (cp - local) / cp / network)
 

@@ -103,6 +103,10 @@ def test_context_parallelism_hides_only_a_ring_behind_attention(kind):
     hidden, shown = {"p2p": (EXPOSED * ring, ring), "all_gather": (ring, ring)}.get(kind, (exchange,) * 2)
     assert context_seconds(rank, H100, NETWORK, attention=10) == pytest.approx(hidden)
     assert context_seconds(rank, H100, NETWORK, attention=0) == pytest.approx(shown)
+    (rank,) = rank_setups(split(Layout(cp=2), cp_comm_type=kind, recompute="mlp"))
+    assert context_seconds(rank, H100, NETWORK, attention=10) == pytest.approx(
+        1.5 * exchange if kind in ("a2a", "auto") else hidden  # attention's result is kept, not its exchange
+    )
     # A quarter of the heads; keys and values of 15 of 16 nodes arrive over the cards of two ranks each.
     (rank,) = rank_setups(split(Layout(cp=32, tp=4), gpus=256, max_seq_length=131_072))
     over_network = 3 * 32 * pairs / 4 * 15 / 16 / (2 * NETWORK) + 3 * 15 * 80 * 10e-6
