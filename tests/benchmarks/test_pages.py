@@ -16,7 +16,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MEASURES = {"tokens/s": "tokens_per_second", "TFLOP/s": "model_tflops_per_gpu", "peak GB": "peak_memory_gb"}
 NUMBER = r"[+-]?[\d,]*\.?\d+"
 # Sections whose tables quote studies that the page names elsewhere.
-NAMED_ELSEWHERE = {("README.md", "Train"): ["throughput", "h200-models", "h200-eight"]}
+NAMED_ELSEWHERE = {
+    ("README.md", "Train"): ["throughput", "h200-models", "h200-eight", "h200-offload", "lora"],
+}
 
 
 class Table(NamedTuple):
@@ -224,3 +226,19 @@ def test_emulated_losses_are_as_far_from_te_s_as_the_page_says():
             mean = (emulated[step - 1] + emulated[step]) / 2 if 1 in emulated else emulated[step]
             gaps.append(abs(mean / native[step] - 1))
         assert shows(re.search(rf"({NUMBER}) %\s+\({recipe}\)", text)[1], 100 * fmean(gaps)), recipe
+
+
+def test_the_time_of_long_sequences_is_that_of_the_record():
+    (profile,) = (text for name, text in read_texts("h200-profile").items() if name.endswith("-fast"))
+    attention = float(re.search(rf"({NUMBER}) ms +\d+ launches  attention", profile)[1]) * 1e3 / (8 * 8192)
+    fast = [run for run in runs_of("throughput") if "8B-delayed-8192-1x8-fast-head-81b2ad8" in run.name]
+    fast += [run for run in runs_of("h200-long") if run.name.endswith("-fp8-head")]
+    other = None
+    for row in find("studies.md", "Where long sequences spend their time").rows:
+        length = int(row["tokens per sequence"].replace(",", ""))
+        total = 1e6 / median(run.tokens_per_gpu for run in fast if run.config["max_seq_length"] == length)
+        other = other or total - attention
+        assert shows(row["all"], total) and shows(row["attention"], total - other), row
+        flops = 6 * 32 * 4096 * length  # causal half of the 8B's 32 layers of width 4,096, per token
+        assert shows(row["TFLOP/s of attention"], flops / (total - other) / 1e6), row
+    assert f"{other:.1f}" in (ROOT / "docs/studies.md").read_text(encoding="utf-8")
