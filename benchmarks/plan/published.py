@@ -26,7 +26,7 @@ class PublishedRun:
     settings: dict = field(default_factory=dict)
 
     def plan(self) -> Plan:
-        """Predict the run. Recomputation is the least that fits; attention is cuDNN's."""
+        """Predict the run. Unless set, recomputation is the least that fits; attention is cuDNN's."""
         settings = {"use_te": True, "batch_size": 1, "max_seq_length": 8192, "recompute": "auto"}
         settings |= {"mixed_precision": "bf16", "sharding_mode": "fsdp_grad", "flash_attention": False}
         settings |= {"model_name": f"meta-llama/Llama-3.1-{self.model}", "global_batch_size": self.sequences}
@@ -36,17 +36,20 @@ class PublishedRun:
 
 # Llama 3: arXiv:2407.21783, table 4. A stage is a layer: 126 layers in 16 x 8 stages, of which the first and
 # the last are the embedding and the head. Weights are gathered once per step (section 3.3.2).
-# Megatron-Bridge: its docs/performance-summary.md (26.02 for the 70B, 25.11 for the 405B), DGX H100.
+# Megatron-Bridge: its docs/performance-summary.md (26.02 for the 70B, 25.11 for the 405B), DGX H100. Its
+# scripts/performance/configs/llama recompute nothing; with torch's pipelines that would not fit, see
+# `activations.between_stages`.
 # torchtitan: its benchmarks/llama3_h100_202412_torchtitan.md, table 2, 1,071 tokens/s; 500 W, 2.4 TB/s,
 # torchao's FP8.
 _LONG = {"max_seq_length": 131072}
+_MEGATRON = _FP8 | {"recompute": "none"}
 _TORCHTITAN = {"sharding_mode": "fsdp_full", "recompute": "full"}
 PUBLISHED = (
     PublishedRun("Llama 3, 8k", 8192, Layout(1, 8, 16, 8), 430, "405B", 64 * 32),
     PublishedRun("Llama 3, 8k", 16384, Layout(1, 8, 16, 8), 400, "405B", 128 * 16),
     PublishedRun("Llama 3, 128k", 16384, Layout(16, 8, 16, 8), 380, "405B", 8 * 16, _LONG),
-    PublishedRun("Megatron-Bridge, 70B FP8", 64, Layout(1, 4, 8, 5), 736, "70B", 256, _FP8),
-    PublishedRun("Megatron-Bridge, 405B FP8", 1024, Layout(2, 8, 8, 8), 737, "405B", 512, _FP8),
+    PublishedRun("Megatron-Bridge, 70B FP8", 64, Layout(1, 4, 8, 5), 736, "70B", 256, _MEGATRON),
+    PublishedRun("Megatron-Bridge, 405B FP8", 1024, Layout(2, 8, 8, 8), 737, "405B", 512, _MEGATRON),
     PublishedRun("torchtitan, 8B FP8, 128k", 8, Layout(4), 159, "8B", 2, _LONG | _TORCHTITAN | _FP8),
 )
 

@@ -141,3 +141,29 @@ def stored_activations(setup: TrainingSetup) -> float:
         return sum(size for _, size in kept)
     leaving = [size for level, size in kept if level != "none"][-IN_FLIGHT:]
     return sum(size for level, size in kept if level == "none") + sum(leaving)
+
+
+def between_stages(setup: TrainingSetup, *, at_end: bool = False) -> float:
+    """Return the bytes of what a pipeline rank receives and sends, at the peak or at the end of backward.
+
+    Activations and their gradients are tokens x hidden size in BF16. Inputs of micro-batches in flight are in
+    `stored_activations`, and not counted again. From torch 2.13, torch/distributed/pipelining:
+
+    - stage.py (`_setup_forward_recv_info`, `_create_grad_recv_info`): a stage has a buffer to receive each
+      micro-batch's activations, unless it is the first, and one for their gradients, unless it is the last.
+      They are kept between steps.
+    - schedules.py: 1F1B keeps sent activations until their backward, one of the warm-up longer (`send_work`),
+      and the last gradient (`bwd_sends`). Interleaved schedules keep all they send until the step ends
+      (`send_ops`).
+    """
+    layout, receives, sends = setup.layout, setup.stage > 0, setup.stage < setup.layout.pp - 1
+    if layout.pp == 1:
+        return 0.0
+    received = (2 * (layout.virtual - 1) + receives + sends) * setup.accumulation
+    in_flight = 0.0 if at_end else setup.in_flight
+    if layout.virtual == 1:
+        sent = sends * (in_flight + 1) + receives * (1 + at_end - in_flight)
+    else:  # an input in flight is counted already, and its gradient not yet sent
+        first_inputs = 0 if at_end else (layout.virtual - 1) * layout.pp
+        sent = received - 2 * (layout.virtual * in_flight if receives else first_inputs)
+    return (received + sent) * 2.0 * setup.tokens * setup.hidden

@@ -13,6 +13,7 @@ from fp8_suite.core.recipes import costs_of
 from fp8_suite.te_models.settings import CHUNK_BYTES, TOKENS_PER_GEMM
 from fp8_suite.training.estimate.activations import (
     backward_buffers,
+    between_stages,
     host_activations,
     kept_activations,
     layer_activations,
@@ -203,6 +204,7 @@ def at_loss(setup: TrainingSetup) -> dict[str, float]:
         "gradients": accumulated_gradients(setup),
         "FP8 weight copies": copies,
         "activations": stored_activations(setup) * setup.in_flight,
+        "between pipeline stages": between_stages(setup),
         "logits and head gradient": loss_peak(setup),
         "gathered, communication": gathered_weights(setup),
         "fixed": FIXED,
@@ -274,6 +276,7 @@ def after_backward(setup: TrainingSetup) -> dict[str, float]:
         "gradients": gradients,
         "FP8 weight copies": max(parts["FP8 weight copies"] * setup.caches_fp8_weights, one_layer),
         "activations": 0.0 if setup.fsdp else layer_activations(setup),
+        "between pipeline stages": between_stages(setup, at_end=True),
         "logits and head gradient": 0.0,
         "gathered, communication": communication,
     }

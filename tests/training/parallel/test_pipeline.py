@@ -2,15 +2,26 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from fp8_suite.core.errors import UserError
 from fp8_suite.te_models.presets import PRESETS
+from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.estimate.activations import between_stages
 from fp8_suite.training.estimate.layout import Layout, check_pipeline, pipeline_stages
+from fp8_suite.training.estimate.setup import ModelSize
+from fp8_suite.training.estimate.slices import rank_setups
+from fp8_suite.training.parallel.pipeline import Pipeline
+from torch.distributed.pipelining import PipelineStage
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.children import preload
+from tests.training.estimate.setups import setup_of
 from tests.training.parallel import jobs
 from tests.training.parallel.jobs import checkpoint, curve, exported, refused, same_bits, saved, start, train
 from tests.training.parallel.test_multi_gpu import same_run
@@ -192,3 +203,49 @@ def test_stages_hold_each_layer_once_in_order(pp, virtual):
     assert [layer for stage in stages for layer in stage] == list(range(11))
     sizes = [len(stage) for stage in stages]
     assert max(sizes) - min(sizes) == 1 and sizes[-1] == min(sizes)
+
+
+def print_tensors_between_stages(rank: int) -> None:
+    """Print after each step the bytes of receive buffers, and those sent and alive before each backward."""
+    sent, alive = [], []
+
+    def record_sent(op, tensor, *args, create=dist.P2POp):
+        if op is dist.isend:
+            sent.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
+        return create(op, tensor, *args)
+
+    def count_and_run(*args, run=PipelineStage.backward_one_chunk, **kwargs):
+        alive.append(sum(size for storage, size in sent if not storage.expired()))
+        run(*args, **kwargs)
+
+    def train_and_print(pipeline, *args, train=Pipeline.train_on):
+        sent.clear(), alive.clear()
+        result, schedule = train(pipeline, *args), pipeline.schedules[True][1]
+        stages = schedule._stages if len(pipeline.stages) > 1 else [schedule._stage]
+        infos = [[*stage.args_recv_info.values(), *stage.grad_recv_info.values()] for stage in stages]
+        received = sum(info.buffer.nbytes for info in chain(*chain(*infos)) if info.buffer is not None)
+        print("between stages:", rank, received, *alive, flush=True)
+        return result
+
+    dist.P2POp, Pipeline.train_on = record_sent, train_and_print
+    PipelineStage.backward_one_chunk = count_and_run
+
+
+@pytest.mark.parametrize(
+    ("layout", "in_flight", "inputs"),  # by rank: micro-batches of stages in flight; of them, received inputs
+    [(Layout(pp=3), (3, 2, 1), (0, 2, 1)), (Layout(pp=2, virtual=2), (5, 3), (2, 3))],
+)
+def test_memory_between_stages_is_what_torch_keeps(layout, in_flight, inputs, untied, tmp_path):
+    settings = layout.flags | {"batch_size": 1, "gradient_accumulation_steps": 6, "max_seq_length": 128}
+    flags = f"{TE} bf16 --max_steps 2 --no_export {untied} "
+    flags += " ".join(f"--{name} {value}" for name, value in settings.items())
+    job = train(tmp_path / "run", flags, ranks=layout.pp, patch=print_tensors_between_stages)
+    lines = {line for line in job.printed().splitlines() if line.startswith("between stages:")}
+    model = ModelSize(10**6, ModelShape(256, 5, 4, 2, 64, 512, 2048))
+    ranks = rank_setups(replace(setup_of(mode="ddp", gpus=layout.pp, **settings), model=model))
+    tensor = 2 * 128 * 256
+    for rank, line in zip(ranks, sorted(lines), strict=True):  # both steps print the same
+        received, *alive = map(int, line.split()[3:])
+        counted, last_gradient = tensor * inputs[rank.stage], tensor * (rank.stage > 0)
+        assert between_stages(rank) == received + alive[-in_flight[rank.stage]] - counted
+        assert between_stages(rank, at_end=True) == received + alive[-1] + last_gradient
