@@ -7,12 +7,14 @@ no training code of this suite. `--device cpu` is a smoke test without torch.com
     python -m benchmarks.peers --model_name meta-llama/Llama-3.1-8B --max_seq_length 8192 --batch_size 1 \\
         --precision tensorwise --steps 16 --output_dir DIR
 
-writes the run folder DIR/transformers-MODEL-PRECISION-LENGTHxBATCH, for benchmarks.report.
+writes the run folder DIR/transformers-MODEL-PRECISION-LENGTHxBATCH, for benchmarks.report; with
+--gradient_accumulation_steps N its name ends with xN.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -41,7 +43,12 @@ PROG = "python -m benchmarks.peers"
 PRECISIONS = ("bf16", *TORCHAO_RECIPES)
 PACKAGES = ("liger_kernel", "triton")
 WARMUP_STEPS = 5  # compile kernels and reserve memory
-# Shapes: B sequences of S tokens, T = B * S, D hidden size, V vocabulary size.
+SIZES = {  # flag -> default, unit
+    "max_seq_length": (8192, "tokens"),
+    "batch_size": (1, "sequences per micro-batch"),
+    "gradient_accumulation_steps": (1, "micro-batches per step"),
+}
+# Shapes: N micro-batches of B sequences of S tokens, T = B * S, D hidden size, V vocabulary size.
 
 
 def measure(argv: list[str]) -> int:
@@ -56,7 +63,9 @@ def measure(argv: list[str]) -> int:
     losses, seconds = train(model, arguments, device)
     stack = "transformers" if arguments.precision == "bf16" else "transformers+torchao"
     name = f"{stack}-{arguments.model_name.rpartition('/')[2]}-{arguments.precision}"
-    folder = Path(arguments.output_dir) / f"{name}-{arguments.max_seq_length}x{arguments.batch_size}"
+    accumulation = arguments.gradient_accumulation_steps
+    size = f"{arguments.max_seq_length}x{arguments.batch_size}" + f"x{accumulation}" * (accumulation > 1)
+    folder = Path(arguments.output_dir) / f"{name}-{size}"
     folder.mkdir(parents=True, exist_ok=True)
     write_run(folder, arguments, model.config, losses, seconds)
     return report.main([str(folder)])
@@ -70,8 +79,8 @@ def write_run(
     mixed = "bf16" if arguments.precision == "bf16" else "fp8"
     scenario = {"fp8_scenario": arguments.precision} if mixed == "fp8" else {}
     settings = {
-        **{name: getattr(arguments, name) for name in ("model_name", "max_seq_length", "batch_size")},
-        **{"init": "random", "dataset_name": "random tokens", "gradient_accumulation_steps": 1},
+        **{name: getattr(arguments, name) for name in ("model_name", *SIZES)},
+        **{"init": "random", "dataset_name": "random tokens"},
         **{"mixed_precision": mixed, "moment_dtype": "bf16", "master_weights": "none"},
     }
     known = {"use_te": False, "mixed_precision": mixed, "recipe": arguments.precision, "gpus": int(gpu)}
@@ -86,7 +95,7 @@ def write_run(
     }
     for name, values in files.items():
         (folder / f"{name}.json").write_bytes(to_json(values, indent=1))
-    tokens = arguments.batch_size * arguments.max_seq_length
+    tokens = tokens_per_step(arguments)
     steps = [
         to_json({"step": step, "train/loss": loss, "perf/tokens_per_second": tokens / second})
         for step, (loss, second) in enumerate(zip(losses, seconds, strict=True), 1)
@@ -97,8 +106,7 @@ def write_run(
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(PROG, __doc__)
     parser.add_argument("--model_name", metavar="PRESET", required=True, help="model in te_models/presets.py")
-    sizes = {"max_seq_length": (8192, "tokens"), "batch_size": (1, "sequences"), "steps": (16, "steps")}
-    for name, (default, noun) in sizes.items():
+    for name, (default, noun) in (SIZES | {"steps": (16, "steps")}).items():
         shown = f"{noun} (default: {default})"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=shown)
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
@@ -148,32 +156,40 @@ def train(
     cross_entropy = head_loss(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=True)
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    shape = (arguments.steps, arguments.batch_size, arguments.max_seq_length)
-    tokens = torch.randint(model.config.vocab_size, shape, device=device)  # [steps, B, S]
+    accumulation = arguments.gradient_accumulation_steps
+    shape = (arguments.steps, accumulation, arguments.batch_size, arguments.max_seq_length)
+    tokens = torch.randint(model.config.vocab_size, shape, device=device)  # [steps, N, B, S]
     losses, seconds = [], []
-    for ids in tokens:
+    for step in tokens:
         synchronize()
         start = time.perf_counter()
-        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [B, S, D]
-        loss = cross_entropy(model.lm_head.weight, hidden.flatten(0, 1), ids.roll(-1, 1).flatten())
-        loss.backward()
+        total = torch.zeros((), device=device)
+        for ids in step:
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [B, S, D]
+            loss = cross_entropy(model.lm_head.weight, hidden.flatten(0, 1), ids.roll(-1, 1).flatten())
+            (loss / accumulation).backward()
+            total += loss.detach() / accumulation
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         synchronize()
         seconds.append(time.perf_counter() - start)
-        losses.append(loss.item())
+        losses.append(total.item())
     return losses, seconds
+
+
+def tokens_per_step(arguments: argparse.Namespace) -> int:
+    return math.prod(getattr(arguments, name) for name in SIZES)
 
 
 def rates(arguments: argparse.Namespace, config: Any, step: float) -> dict[str, Any]:
     """Return throughput and memory for `step` seconds per step."""
     gpu = arguments.device == "cuda"
-    tokens = arguments.batch_size * arguments.max_seq_length
+    tokens = tokens_per_step(arguments)
     flops = model_flops(
         ModelShape.from_hf_config(config),
         tokens=tokens,
-        sum_squared_lengths=arguments.batch_size * arguments.max_seq_length**2,
+        sum_squared_lengths=tokens * arguments.max_seq_length,
     )
     peak = peak_tflops(torch.cuda.get_device_name(), "bf16") if gpu else None
     return {
