@@ -176,6 +176,7 @@ def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> 
     timed = progress.step and not prepared.resolved.precision.emulated
     rates = observers.wall_time.rates(progress.real_tokens) if timed else {}
     losses = ranks.run_on_rank0(lambda: train_losses(prepared.folder))
+    needed = prepared.sizing.needed
     return {
         "model_name": cfg.model.model_name,
         "dequantized_weights": prepared.resolved.model.dequantized,
@@ -199,7 +200,7 @@ def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> 
         "wall_seconds_by_kind": progress.seconds_by_kind,
         **{summary_name(name): rate for name, rate in rates.items()},
         "peak_memory_gb": trainer.peak_memory_gb(),
-        "predicted_memory_gb": prepared.sizing.predicted_gb,
+        "predicted_memory_gb": needed and needed / 1e9,
         "num_layers": getattr(prepared.resolved.model.config.get_text_config(), "num_hidden_layers", None),
         "gpu_name": observers.environment.get("gpu_name"),
         "gpus": prepared.gpus,

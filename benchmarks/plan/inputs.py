@@ -16,9 +16,8 @@ from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config
 from fp8_suite.training.estimate.layout import Layout, check_layout
 from fp8_suite.training.estimate.modes import make_setup
-from fp8_suite.training.estimate.setup import ModelSize
+from fp8_suite.training.estimate.setup import ModelSize, rank_setups
 from fp8_suite.training.estimate.sizes import Sizing, check_number_of_ranks, choose_sizes, why_unpredicted
-from fp8_suite.training.estimate.slices import rank_setups
 from fp8_suite.training.parallel.settings import MODES
 
 

@@ -35,7 +35,6 @@ from fp8_suite.training.estimate.sizes import (
     compiles_layers,
 )
 from fp8_suite.training.estimate.transfers import NETWORK_BANDWIDTH
-from fp8_suite.training.parallel.settings import AXES
 
 PROG = "python -m benchmarks.plan"
 # Flag -> (field of `Gpu`, factor from the flag's unit to the field's, help).
@@ -110,14 +109,11 @@ def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[P
             plan = make_plan(cfg, gpu, gpus=gpus, **cluster, disk_gbs=args.disk_gb_per_second)
             micro_batches, layers = plan.setup.batches.micro_batches(0), plan.setup.model.shape.num_layers
             check_pipeline(plan.setup.layout, layers, micro_batches, cfg.optim.batch_ramp)
-            plans.append(plan)
-            if (names := auto_settings(cfg)) and _exceeds_counts(plans[-1]):  # training refuses it too
+            if (names := auto_settings(cfg)) and _exceeds_counts(plan):  # training refuses it too
                 raise bad_setting(f"{UNCOMPILED}; give a value", **dict.fromkeys(names, AUTO))
+            plans.append(plan)
         except UserError as error:
-            by_number = {"batch_ramp", "global_batch_size", "grad_reduce_dtype", "hsdp_shard_size"}
-            by_number |= {"fp8_weights", *AXES.values(), "virtual_stages"}
-            one_number = by_number & set(error.flags)
-            if not one_number or (gpus == args.gpus[-1] and not plans):
+            if gpus == args.gpus[-1] and not plans:
                 raise
             refused.append(f"\n{counted(gpus, 'GPU')}: {error}")
     return plans, refused

@@ -8,7 +8,7 @@ import pytest
 from fp8_suite.benchmarks.plan.layouts import best_layouts
 from fp8_suite.benchmarks.plan.main import run
 from fp8_suite.benchmarks.plan.predict import make_plan
-from fp8_suite.benchmarks.plan.published import PUBLISHED
+from fp8_suite.benchmarks.plan.published import PUBLISHED, plan_published
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.gpus import GPUS
 from fp8_suite.te_models.presets import PRESETS
@@ -56,7 +56,7 @@ def test_no_layout_is_faster_than_the_one_found():
 
 
 def test_a_405b_needs_tensor_and_pipeline_parallelism():
-    llama = PUBLISHED[1].plan()
+    llama = plan_published(PUBLISHED[1])
     plans = search(settings("405B", 8192, 2048, mixed_precision="bf16", flash_attention=False), 16_384)
     assert plans[0].fits and plans[0].step <= llama.step
     assert all(min(plan.setup.layout.tp, plan.setup.layout.pp) > 1 for plan in plans)

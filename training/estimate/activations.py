@@ -8,8 +8,7 @@ from __future__ import annotations
 from fp8_suite.core.recipes import costs_of
 from fp8_suite.te_models.settings import IN_FLIGHT, KEPT
 from fp8_suite.te_models.shape import attention_flops
-from fp8_suite.training.estimate.setup import TrainingSetup
-from fp8_suite.training.estimate.slices import rank_setups
+from fp8_suite.training.estimate.setup import TrainingSetup, rank_setups
 
 # FLOPs that a GPU computes while it moves a byte: of an H100, 989 TFLOP/s and 3.35 TB/s.
 FLOPS_PER_BYTE = 300

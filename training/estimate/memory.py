@@ -19,8 +19,7 @@ from fp8_suite.training.estimate.activations import (
     layer_activations,
     stored_activations,
 )
-from fp8_suite.training.estimate.setup import TrainingSetup
-from fp8_suite.training.estimate.slices import rank_setups
+from fp8_suite.training.estimate.setup import TrainingSetup, rank_setups
 
 # Workspaces of cuBLAS and TE, RoPE angles and the batch: what recorded runs use beyond the counted tensors.
 FIXED = 0.1e9

@@ -7,9 +7,8 @@ from dataclasses import replace
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config
 from fp8_suite.training.estimate.memory import accumulated_gradients, resident_state
-from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup, with_adapters
+from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup, rank_setups, with_adapters
 from fp8_suite.training.estimate.sizes import choose_sizes, why_unpredicted, with_sizes
-from fp8_suite.training.estimate.slices import rank_setups
 
 # From this many parameters on, sharding the optimizer step saves more time than gathering weights costs.
 LARGE_MODEL = 2 * 10**9

@@ -19,9 +19,8 @@ from fp8_suite.training.estimate import sizes
 from fp8_suite.training.estimate.layout import SHORTEST_PART, Layout, check_layout, check_pipeline
 from fp8_suite.training.estimate.memory import peak, resident_state
 from fp8_suite.training.estimate.modes import make_setup
-from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
+from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup, rank_setups
 from fp8_suite.training.estimate.sizes import Sizing
-from fp8_suite.training.estimate.slices import rank_setups
 from fp8_suite.training.estimate.step_time import step_seconds
 from fp8_suite.training.estimate.transfers import NETWORK_BANDWIDTH
 from fp8_suite.training.parallel.settings import AXES

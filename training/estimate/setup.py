@@ -14,7 +14,7 @@ from fp8_suite.te_models.lora.settings import GEMMS, LoraConfig, projection_name
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape, matmul_parameters, projections
 from fp8_suite.training.config import Config
-from fp8_suite.training.estimate.layout import Layout
+from fp8_suite.training.estimate.layout import Layout, stage_layers
 from fp8_suite.training.optim.batch_ramp import BatchSchedule
 from fp8_suite.training.parallel.settings import MODES, ModeSpec
 
@@ -78,7 +78,7 @@ def with_adapters(model: ModelSize, lora: LoraConfig) -> ModelSize:
 class TrainingSetup:
     """Inputs of the memory and time models: settings, model size, optimizer, sharding mode and GPUs.
 
-    Of one rank under tensor or pipeline parallelism (`slices.rank_setups`), `model` is the slice that it
+    Of one rank under tensor or pipeline parallelism (`rank_setups`), `model` is the slice that it
     holds, and `gpus` are the ranks that hold the same slice.
     """
 
@@ -243,3 +243,34 @@ class TrainingSetup:
         """
         kept = not self.fsdp or self.caches_fp8_weights
         return self.cfg.model.use_te and kept and not self.optimizer.holds_fp8_weights
+
+
+def rank_setups(setup: TrainingSetup) -> list[TrainingSetup]:
+    """Return the setups of the ranks that may need most memory or time: first, second and last stage.
+
+    A rank is predicted as one of a smaller model: of a pipeline stage's layers, with 1/tp of the heads, of
+    the feed-forward size and of the vocabulary. The ranks that hold the same slice share its state as the
+    GPUs of that model, and context parallelism splits their sequences.
+    """
+    if setup.layout.slices == 1 or setup.model_layers:  # nothing to split, or split already
+        return [setup]
+    stages = sorted({0, min(1, setup.layout.pp - 1), setup.layout.pp - 1})
+    return [_rank_setup(setup, stage) for stage in stages]
+
+
+def _rank_setup(setup: TrainingSetup, stage: int) -> TrainingSetup:
+    model, shape, layout = setup.model, setup.model.shape, setup.layout
+    part = replace(shape.part(layout.tp), num_layers=stage_layers(shape.num_layers, layout.pp, stage))
+    if stage not in (0, layout.pp - 1):
+        part = replace(part, vocab_size=0)
+    # A stage has one of embedding and LM head, as if they were tied.
+    size = replace(model, shape=part, tied=model.tied or layout.pp > 1)
+    layers = int(part.num_layers * model.block_weights / layout.tp)
+    return replace(
+        setup,
+        model=replace(size, parameters=size.root_weights + layers),
+        gpus=setup.gpus // layout.slices,
+        gpus_per_node=max(1, setup.gpus_per_node // layout.tp),
+        stage=stage,
+        model_layers=shape.num_layers,
+    )

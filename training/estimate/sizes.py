@@ -148,11 +148,6 @@ class Sizing:
     gpu: Gpu = REFERENCE_GPU
 
     @property
-    def predicted_gb(self) -> float | None:
-        """Predicted peak in GB; None if it is unknown."""
-        return None if self.needed is None else self.needed / 1e9
-
-    @property
     def holds_state(self) -> bool:
         """True if a GPU has room for its part of weights, gradients and optimizer state."""
         return self.free is None or resident_state(self.chosen) <= self.free

@@ -12,8 +12,7 @@ from fp8_suite.core.gpus import Gpu
 from fp8_suite.core.recipes import BF16_COSTS, RECIPES, costs_of
 from fp8_suite.te_models.shape import attention_flops
 from fp8_suite.training.estimate.activations import recomputed_attention, recomputed_weights
-from fp8_suite.training.estimate.setup import TrainingSetup
-from fp8_suite.training.estimate.slices import rank_setups
+from fp8_suite.training.estimate.setup import TrainingSetup, rank_setups
 from fp8_suite.training.estimate.transfers import (
     EXPOSED,
     NETWORK_BANDWIDTH,

@@ -79,7 +79,7 @@ def test_auto_is_refused_where_memory_is_unknown(settings):
         chosen(3e9, **settings, **AUTO)
     assert refused.value.flags == {"batch_size"} | settings.keys() & {"recompute"}
     known = {name: value for name, value in settings.items() if name != "recompute"}
-    assert chosen(3e9, **known).predicted_gb is None
+    assert chosen(3e9, **known).needed is None
     only_evaluates = chosen(3e9, **settings, **AUTO, max_steps=0).chosen.cfg.optim
     assert (only_evaluates.batch_size, only_evaluates.gradient_accumulation_steps) == (8, 1)
 

@@ -6,8 +6,7 @@ from fp8_suite.core.gpus import GPUS
 from fp8_suite.training.estimate import memory
 from fp8_suite.training.estimate.activations import backward_buffers, layer_activations
 from fp8_suite.training.estimate.layout import Layout, check_layout, stage_layers
-from fp8_suite.training.estimate.setup import TrainingSetup
-from fp8_suite.training.estimate.slices import rank_setups
+from fp8_suite.training.estimate.setup import TrainingSetup, rank_setups
 from fp8_suite.training.estimate.step_time import step_seconds
 from fp8_suite.training.estimate.transfers import (
     EXPOSED,
