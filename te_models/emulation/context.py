@@ -11,14 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from fp8_suite.data.context import Context
+from fp8_suite.data.context import WHOLE, Context
 from fp8_suite.te_models.parallel.sequence_parallel import gather_tokens
 from torch import Tensor
 
 
+def part_of(group: Any) -> Context:
+    """Return this rank's part of each sequence, which the ranks of `group` share, if there is one."""
+    return Context(group.size(), group.rank()) if group else WHOLE
+
+
 def positions(boundaries: list[int], group: Any) -> Tensor:
     """Return the positions of this rank's tokens in their sequences, int64 [T]."""
-    places = Context(group.size(), group.rank()).places(boundaries)
+    places = part_of(group).places(boundaries)
     starts = np.asarray(boundaries)[np.searchsorted(boundaries, places, side="right") - 1]
     return torch.from_numpy(places - starts)
 

@@ -49,7 +49,7 @@ class DotProductAttention(Fp8Module):
         """Return the boundaries of whole sequences; without `cu_seqlens` every row is one."""
         if cu_seqlens is not None:
             return cu_seqlens.tolist()
-        rows, width = q.shape[0], q.shape[1] * self.context_group.size()
+        rows, width = q.shape[0], q.shape[1] * context.part_of(self.context_group).size
         return [row * width for row in range(rows + 1)]
 
 
@@ -95,22 +95,11 @@ class MultiheadAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.sequence_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [B, S, ., K]
-        if group := self.core_attention.context_group:
-            places = context.positions(self.core_attention.boundaries(q, cu_seqlens), group)
-            angles = rope[places, 0].view(*q.shape[:-2], 1, -1)
-        else:
-            angles = rope_at_positions(rope, q, cu_seqlens)
-        out = self.core_attention(rotate(q, angles), rotate(k, angles), v, cu_seqlens)
+        attention = self.core_attention
+        positions = context.positions(attention.boundaries(q, cu_seqlens), attention.context_group)
+        angles = rope[positions, 0].view(*q.shape[:-2], 1, -1)  # [B, S, 1, K] or [T, 1, K]
+        out = attention(rotate(q, angles), rotate(k, angles), v, cu_seqlens)
         return self.proj(out.transpose(0, 1) if self.sequence_first else out)
-
-
-def rope_at_positions(rope: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Select from angles [P, 1, 1, K] those of q [B, S, H, K], or of packed q [T, H, K]."""
-    if cu_seqlens is None:
-        return rope[: q.shape[1], 0]  # [S, 1, K]
-    tokens = torch.arange(q.shape[0], device=q.device)
-    starts = cu_seqlens[torch.searchsorted(cu_seqlens, tokens.int(), right=True) - 1]
-    return rope[tokens - starts, 0]  # [T, 1, K]
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
