@@ -14,8 +14,7 @@ from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.activations import between_stages
 from fp8_suite.training.estimate.layout import Layout, check_pipeline, pipeline_stages
-from fp8_suite.training.estimate.setup import ModelSize
-from fp8_suite.training.estimate.slices import rank_setups
+from fp8_suite.training.estimate.setup import ModelSize, rank_setups
 from fp8_suite.training.parallel.pipeline import Pipeline
 from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.reductions import StorageWeakRef
