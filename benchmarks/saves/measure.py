@@ -200,7 +200,7 @@ def measure_kinds(trainer: Trainer, folder: Path, repeats: int, steps: int | Non
 def train(trainer: Trainer, steps: int, saves: Suite | Torch | None = None) -> Interval:
     """Train, after starting a save of that kind, if any, and wait for it at the end. Collective."""
     step, device = trainer.progress.step, trainer.stack.strategy.device
-    trainer.total_steps, trainer.hooks.ends = step + steps, []
+    trainer.stack.total_steps, trainer.hooks.ends = step + steps, []
     ranks.gather(None)
     torch.get_device_module(device).synchronize()
     interval = Interval(time.perf_counter(), trainer.hooks.ends)
