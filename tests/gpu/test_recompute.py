@@ -1,8 +1,7 @@
 """Levels of recomputation with TE's own layers: gradients, kernels that run again, memory."""
 
+import functools
 import gc
-import importlib
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from fp8_suite.training.estimate.memory import fp8_copies
 from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
 from fp8_suite.training.optim.optimizer import choose_optimizer
 from fp8_suite.training.precision.scaling import scaling_state
+from fp8_suite.training.precision.te_runtime import attention_backend
 from transformers import LlamaConfig
 
 from tests.gpu.models import DEVICE, batch, build, spec
@@ -95,47 +95,48 @@ def test_offloaded_activations_leave_the_gpu():
     assert len(buffers) == 1, "the second pass reuses the host buffers of the first"
 
 
+@pytest.fixture(params=["fused", "flash"])
+def attention(request):
+    """TE's attention: "fused" is cuDNN's, "flash" is FlashAttention 4."""
+    if request.param == "flash" and (reason := flash_attention.why_not(64)):
+        pytest.skip(reason)
+    switches = {"fused": flash_attention.disabled_in_te, "flash": flash_attention.enabled_in_te}
+    with switches[request.param]():
+        yield request.param
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("recompute", LEVELS)
-def test_levels_of_packed_batches_have_the_same_gradients(family, recompute):
+def test_levels_of_packed_batches_equal_no_recomputation_bit_for_bit(
+    family, recompute, attention, monkeypatch
+):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     expected = train("delayed", packed=True, steps=1, family=family)
     actual = train("delayed", packed=True, steps=1, family=family, recompute=recompute)
-    for a, b in zip(actual, expected, strict=True):
-        assert (a.float() - b.float()).norm() <= 1e-2 * b.float().norm()
+    assert attention_backend() == attention
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-@pytest.mark.parametrize("attention", ["fused", "flash"])
 @pytest.mark.parametrize(
     ("level", "gemms", "attentions"), [("cheap", 0, 0), ("mlp", 1, 0), ("layer", 3, 0), ("full", 3, 1)]
 )
-def test_a_level_runs_only_its_kernels_again(level, gemms, attentions, attention, monkeypatch):
-    reason = flash_attention.why_not(64)
-    if attention == "flash" and reason:
-        pytest.skip(reason)
+def test_a_level_runs_only_its_kernels_again(level, gemms, attentions, attention):
     ran = {"gemm": 0, "attention": 0}
 
     def count(kind, kernel):
+        @functools.wraps(kernel)
         def run(*args, **kwargs):
             ran[kind] += "layout" not in kwargs  # not a GEMM of backward
             return kernel(*args, **kwargs)
 
-        run.__dict__.update(vars(kernel))
         return run
 
-    if attention == "flash":
-        flash_attention.interface()
-    for kind, patch in (("gemm", TE_GEMMS), ("attention", TE_ATTENTION)):
-        for target in patch.targets:
-            module, _, function = target.partition(":")
-            if module.startswith("flash") and attention != "flash":
-                continue
-            owner = importlib.import_module(module)
-            monkeypatch.setattr(owner, function, count(kind, getattr(owner, function)))
-    switch = flash_attention.enabled_in_te if attention == "flash" else nullcontext
-    if attention == "fused":
-        monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    with switch():
+    with (
+        TE_GEMMS.on(functools.partial(count, "gemm")),
+        TE_ATTENTION.on(functools.partial(count, "attention")),
+    ):
         train("delayed", packed=True, steps=1, recompute=f"{level}:3")
+    assert attention_backend() == attention
     assert ran["gemm"] == 2 * (4 * LAYERS + 3 * gemms)
     assert ran["attention"] == 2 * (LAYERS + 3 * attentions)
 
