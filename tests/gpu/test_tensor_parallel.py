@@ -130,7 +130,7 @@ def test_four_gpus_share_layers_in_pairs(one, tmp_path):
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 def test_a_run_resumes_in_its_layout_and_on_one_rank(precision, tmp_path):
     """Gradients of attention are not deterministic; tests on CPUs compare bits."""
-    saved = "--save_interval 6 --no_export --moment_dtype fp8"
+    saved = "--save_interval 6 --keep_last 10 --no_export --moment_dtype fp8"
     (tmp_path / "first").mkdir()
     first = settings(precision, saved, ranks=2, tp=2, mode="fsdp_full")
     launch(tmp_path / "first", {"run": first}, 2, SHARE_GPU="1")
