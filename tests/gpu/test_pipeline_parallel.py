@@ -25,6 +25,7 @@ OPTIONS = {
     "layer": f"{PP} --recompute layer",
     "mlp": f"{PP} --recompute mlp:2+full",
     "padded": f"{PP} --no_packing",
+    "sharded": f"{PP} --sharding_mode fsdp_full",  # over one rank
 }
 
 
@@ -85,7 +86,9 @@ def check(folder: Path, one: Path, model: Path) -> None:
         gap = max(abs(actual[step] / expected[step] - 1) for step in expected)
         print(f"{name}: largest gap {gap:.1e}")
         assert sorted(actual) == list(range(1, LONG + 1)) == sorted(expected)
-        assert gap < (1e-3 if precision in ("bf16", "tied") else 5e-3), name
+        bound = 1e-3 if precision in ("bf16", "tied") else 5e-3
+        # FSDP2 rounds sums of gradients to BF16, and casts weights to FP8 again in backward.
+        assert gap < (4 * bound if option == "sharded" else bound), name
         assert summary(folder / name)["tokens"] == summary(reference)["tokens"]
 
 

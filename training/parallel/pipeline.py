@@ -41,7 +41,7 @@ class _Pipelined(Strategy):
 
         Backward runs on each micro-batch's loss, summed over its label tokens, times `factor`.
         """
-        self.before_step(model.model)
+        self.before_step(model.model, len(micro_batches))
         if self.loss_scale:
             factor = factor * self.loss_scale.value
         loss_sum = model.train_on([batch.inputs for batch in micro_batches], autocast, factor)
@@ -50,8 +50,8 @@ class _Pipelined(Strategy):
             dist.all_reduce(local(gradient_of(model.model.embed_tokens.weight)), group=ends)
         return loss_sum
 
-    def before_step(self, model: nn.Module) -> None:
-        """Prepare the gradients of all micro-batches."""
+    def before_step(self, model: nn.Module, micro_batches: int) -> None:
+        """Prepare the gradients of all micro-batches, of which there are `micro_batches`."""
 
     def before_last_backward(self, model: nn.Module, layers: range) -> None:
         """Prepare a stage's backward pass of a step's last micro-batch."""
@@ -80,7 +80,7 @@ class _Pipelined(Strategy):
 class PipelineDDP(_Pipelined):
     """Pipelines of a whole model each. Gradients are averaged after a step's last micro-batch."""
 
-    def before_step(self, model: nn.Module) -> None:
+    def before_step(self, model: nn.Module, micro_batches: int) -> None:
         if self.gradient_sums:
             self.gradient_sums.begin_pipeline()
 
@@ -96,8 +96,9 @@ class PipelineDDP(_Pipelined):
 class PipelineFSDP(_Pipelined, FSDP):
     """Pipelines whose stages are sharded over the ranks with the same layers."""
 
-    def before_step(self, model: nn.Module) -> None:
-        self.gradient_sums.begin_micro_batch(first=False, last=False)
+    def before_step(self, model: nn.Module, micro_batches: int) -> None:
+        is_single = micro_batches == 1  # in calibration, or in an epoch's last step
+        self.gradient_sums.begin_micro_batch(first=is_single, last=is_single)
         self._reduce_gradients(model, False)
         for block in model.blocks:
             self._reduce_gradients(block, False)

@@ -3,18 +3,21 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partialmethod
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError
+from fp8_suite.te_models.emulation import gemm, layers
 from fp8_suite.te_models.presets import PRESETS
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.activations import between_stages
 from fp8_suite.training.estimate.layout import Layout, check_pipeline, pipeline_stages
 from fp8_suite.training.estimate.setup import ModelSize, rank_setups
+from fp8_suite.training.optim.accumulation import GEMM_WEIGHTS
 from fp8_suite.training.parallel.pipeline import Pipeline
 from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -74,10 +77,48 @@ def test_a_pipeline_is_the_run_of_one_rank_bit_for_bit(flags, pipeline, untied, 
     assert jobs.record(folder, "env.json")["coverage"] == jobs.record(one, "env.json")["coverage"]
 
 
+class SumsInGemm(gemm.LinearFunction):
+    """A linear layer that adds its weight's gradient to `main_grad` if `weight.fuses`, as TE's do."""
+
+    @staticmethod
+    def forward(ctx, x, weight, *rest):
+        ctx.weight, ctx.fuses = weight, weight.fuses
+        ctx.overwrites = getattr(weight, "overwrite_main_grad", False)
+        return gemm.LinearFunction.forward(ctx, x, weight, *rest)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, gradient, *rest = gemm.LinearFunction.backward(ctx, grad)
+        if not ctx.fuses:
+            return grad_x, gradient, *rest
+        ctx.weight.main_grad = total = ctx.weight.get_main_grad()
+        if ctx.overwrites:
+            total.copy_(gradient)
+        else:
+            total += gradient
+        return grad_x, None, *rest
+
+
+def sum_in_gemms(rank: int) -> None:
+    """Let emulated layers of a sharded model sum gradients as TE's with `fuse_wgrad_accumulation`."""
+
+    def mark_and_run(module, x, *, run):
+        for name in GEMM_WEIGHTS:
+            if hasattr(module, name):
+                getattr(module, name).fuses = module.fuse_wgrad_accumulation
+        return run(module, x)
+
+    layers.LinearFunction = SumsInGemm
+    for kind in (layers.Linear, layers.LayerNormLinear, layers.LayerNormMLP):
+        kind.fuse_wgrad_accumulation = True
+        kind.forward = partialmethod(mark_and_run, run=kind.forward)
+
+
 @pytest.mark.parametrize(
     ("flags", "pipeline"),
     [
-        (f"{TE} bf16 --sharding_mode fsdp_full", PP),  # an epoch
+        # An epoch, whose last step has one micro-batch.
+        (f"{TE} bf16 --sharding_mode fsdp_full --gradient_accumulation_steps 3", PP),
         (f"{FP8} delayed --no_packing --tensor_parallel_size 2", f"{PP} --virtual_stages 2"),
         (f"{FP8} current --sharding_mode fsdp_grad", f"{PP} --virtual_stages 2"),
         (f"{FP8} delayed --sharding_mode fsdp_full", PP),
@@ -85,9 +126,10 @@ def test_a_pipeline_is_the_run_of_one_rank_bit_for_bit(flags, pipeline, untied, 
     ],
 )
 def test_pipelines_of_several_ranks_are_the_run_of_those_ranks_bit_for_bit(flags, pipeline, untied, tmp_path):
+    patch = sum_in_gemms if "fsdp" in flags else None
     flags = f"{flags} {untied} {UNCLIPPED}"
     two, four = (
-        train(tmp_path / str(ranks), f"{flags} {layout}", ranks=ranks).folder
+        train(tmp_path / str(ranks), f"{flags} {layout}", ranks=ranks, patch=patch).folder
         for ranks, layout in ((2, ""), (4, pipeline))
     )
     assert curve(four) == curve(two) and curve(four, "eval/loss") == curve(two, "eval/loss")
