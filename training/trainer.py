@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -20,6 +20,7 @@ from fp8_suite.training.guard import StepGuard
 from fp8_suite.training.optim.batch_ramp import BatchSchedule
 from fp8_suite.training.step import Stack, StepResult, evaluate, train_step
 from fp8_suite.training.tracking.display import Display
+from fp8_suite.training.tracking.memory import GpuMemory
 from fp8_suite.training.tracking.meter import Meter, warmup_steps
 from fp8_suite.training.tracking.tracker import Tracker
 
@@ -39,6 +40,7 @@ class Logs:
     tracker: Tracker
     display: Display
     meter: Meter
+    memory: GpuMemory = field(default_factory=GpuMemory)
 
 
 class Trainer:
@@ -230,8 +232,9 @@ class Trainer:
         if result.loss_scale is not None:
             metrics["train/loss_scale"] = result.loss_scale.item()
         metrics |= meter.read(self._sum_counts, self._max_seconds, warm=self._is_warm())
-        if (peak := self.peak_memory_gb()) is not None:
-            metrics["perf/peak_memory_gb"] = peak
+        metrics |= self.read_memory()
+        if warning := self.logs.memory.warning(metrics):
+            self.logs.display.message(warning)
         metrics |= meter.named(self.wall_time.rates(meter.real_tokens))
         self.logs.tracker.log(progress.step, metrics)
         self.hooks.after_log()
@@ -259,13 +262,10 @@ class Trainer:
         strategy = self.stack.strategy
         return strategy.max(torch.tensor(seconds, device=strategy.device, dtype=torch.float64)).tolist()
 
-    def peak_memory_gb(self) -> float | None:
-        """Return the largest memory of any GPU in GB, or None on a CPU. Collective."""
+    def read_memory(self) -> dict[str, float]:
+        """Return the metrics of GPU memory, see `GpuMemory.read`. Collective."""
         strategy = self.stack.strategy
-        if strategy.device.type != "cuda":
-            return None
-        peak = torch.tensor(torch.cuda.max_memory_allocated(strategy.device) / 1e9, device=strategy.device)
-        return strategy.max(peak).item()
+        return self.logs.memory.read(strategy.device, strategy.max)
 
     def _evaluate(self) -> None:
         step = self.progress.step

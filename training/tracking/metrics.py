@@ -40,6 +40,7 @@ METRICS: dict[str, Metric] = {
     "perf/goodput": Metric("goodput", "{:.1%}", "last"),
     "perf/tokens_per_wall_second": Metric("tokens/s of wall time", "{:,.0f}", "last"),
     "perf/peak_memory_gb": Metric("peak GB", "{:.1f}", "max", "{:.1f} GB"),
+    "perf/cache_flushes": Metric("flushes of torch's cache", "{:,.0f}", "max"),
 }
 RATES = tuple(name for name, metric in METRICS.items() if metric.summary == "median")
 WALL_RATES = ("perf/goodput", "perf/tokens_per_wall_second")  # of all launches
