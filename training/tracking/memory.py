@@ -36,6 +36,6 @@ class GpuMemory:
             return None
         self.has_warned = True
         return (
-            f"WARNING: GPU memory is full: torch flushed its cache {flushes - before:.0f} times since the last "
-            "log, and the GPU waits for each flush; use a smaller --batch_size, or recompute more"
+            f"WARNING: GPU memory is full: torch flushed its cache {flushes - before:.0f} times since "
+            "the last log, and the GPU waits for each flush; use a smaller --batch_size, or recompute more"
         )
