@@ -302,3 +302,29 @@ def _peak(setup: TrainingSetup) -> dict[str, float]:
     points += [at_step] if setup.mode_spec.stage in (1, 2) else []
     points += [] if setup.mode_spec.stage else [end_of_backward]
     return max((point(setup) for point in points), key=lambda parts: sum(parts.values()))
+
+
+def peak_with_caches(setup: TrainingSetup) -> float:
+    """Return the peak bytes with what torch caches for FSDP2's own streams, on the rank that needs most.
+
+    Those streams allocate sharded gradients, buffers of the exchange and gathered weights. Once freed, other
+    streams get that memory only by a flush of the cache, for which the GPU waits. The largest buffers are the
+    root's: received BF16 gradients, their FP32 sums, and gathered weights.
+    """
+    return max(map(_peak_with_caches, rank_setups(setup)))
+
+
+def _peak_with_caches(setup: TrainingSetup) -> float:
+    if not setup.fsdp or setup.gpus == 1:
+        return sum(_peak(setup).values())
+    model = setup.model
+    gradients = 2.0 * model.trained / setup.shards
+    exchange = (2.0 + 4.0 / setup.shards) * model.gradients(model.root_weights)
+    beside = {
+        at_loss: gradients + exchange,
+        start_of_backward: gradients + exchange,
+        end_of_backward: exchange,
+        after_backward: 0.0,
+    }
+    peaks = (sum(point(setup).values()) + cached for point, cached in beside.items())
+    return 2.0 * model.root_weights + max(peaks)

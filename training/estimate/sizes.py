@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 from fp8_suite.core.errors import bad_setting, counted
@@ -19,7 +21,7 @@ from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.training.config import Config
 from fp8_suite.training.estimate.activations import recomputation_flops, stored_activations
-from fp8_suite.training.estimate.memory import fp8_copies, peak, resident_state
+from fp8_suite.training.estimate.memory import fp8_copies, peak, peak_with_caches, resident_state
 from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.step_time import step_seconds
 from fp8_suite.training.optim.batch_ramp import ramp_sequences
@@ -158,6 +160,11 @@ class Sizing:
         return self.holds_state and (self.needed is None or self.needed <= for_tensors(self.free))
 
     @property
+    def has_room(self) -> bool:
+        """True if what torch caches for FSDP2's streams fits too, so that a step never flushes the cache."""
+        return self.fits and (self.needed is None or peak_with_caches(self.chosen) <= for_tensors(self.free))
+
+    @property
     def is_choice(self) -> bool:
         """True if some settings were chosen here."""
         return self.requested.cfg != self.chosen.cfg
@@ -194,18 +201,23 @@ def choose_sizes(request: TrainingSetup, free: float, gpu: Gpu = REFERENCE_GPU) 
     """Choose values for `auto`, so that the predicted peak fits into `free` bytes of GPU memory.
 
     Each size of micro-batch recomputes as little as possible. The choice is the largest of those whose step
-    is predicted to be fastest on `gpu`; if nothing fits, it is what needs least.
+    is predicted to be fastest on `gpu`, first among those that have room for torch's caches; if nothing fits,
+    it is what needs least.
     """
     batches = runnable_batches(request)
-    candidates = [_least_recomputation(request, batch, free, gpu) for batch in batches]
-    if not (fitting := [sizing for sizing in candidates if sizing.fits]):
-        return min(candidates, key=lambda sizing: sizing.needed)
-    seconds = [sum(step_seconds(sizing.chosen, gpu).values()) for sizing in fitting]
-    return next(sizing for sizing, time in zip(fitting, seconds, strict=True) if time <= TIE * min(seconds))
+    for suffices in attrgetter("has_room"), attrgetter("fits"):
+        candidates = [_least_recomputation(request, batch, free, gpu, suffices) for batch in batches]
+        if fitting := [sizing for sizing in candidates if suffices(sizing)]:
+            seconds = [sum(step_seconds(sizing.chosen, gpu).values()) for sizing in fitting]
+            limit = TIE * min(seconds)
+            return next(sizing for sizing, time in zip(fitting, seconds, strict=True) if time <= limit)
+    return min(candidates, key=lambda sizing: sizing.needed)
 
 
-def _least_recomputation(request: TrainingSetup, batch: int, free: float, gpu: Gpu) -> Sizing:
-    """Return the sizing of a micro-batch with the least recomputation at which it fits, or else the most."""
+def _least_recomputation(
+    request: TrainingSetup, batch: int, free: float, gpu: Gpu, suffices: Callable[[Sizing], bool]
+) -> Sizing:
+    """Return the sizing of a micro-batch with the least recomputation that suffices, or else the most."""
 
     def choose(recompute: str) -> Sizing:
         setup = replace(request, cfg=with_sizes(request.cfg, request.data_ranks, batch, recompute))
@@ -215,8 +227,8 @@ def _least_recomputation(request: TrainingSetup, batch: int, free: float, gpu: G
     for segment in segments:
         # Each further layer lowers the peak, except the last one, which backward recomputes first.
         for values in filter(None, (segment[:-1], segment[-1:])):
-            if choose(values[-1]).fits:
-                return choose(values[bisect_left(values, True, key=lambda value: choose(value).fits)])
+            if suffices(choose(values[-1])):
+                return choose(values[bisect_left(values, True, key=lambda value: suffices(choose(value)))])
     return choose(segments[-1][-1])
 
 

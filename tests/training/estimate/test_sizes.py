@@ -9,7 +9,7 @@ from fp8_suite.core.gpus import REFERENCE_GPU
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate import sizes
 from fp8_suite.training.estimate.activations import recomputation_flops, stored_activations
-from fp8_suite.training.estimate.memory import peak
+from fp8_suite.training.estimate.memory import peak, peak_with_caches
 from fp8_suite.training.estimate.sizes import Sizing, for_tensors, global_batch, with_sizes
 from fp8_suite.training.estimate.step_time import step_seconds
 
@@ -75,8 +75,9 @@ def test_auto_is_the_largest_micro_batch_that_fits(billions, mode, gpus, total, 
     assert batch * accumulation * gpus == (total or 8 * gpus)
     larger = [size for size in range(batch + 1, 65) if batch * accumulation % size == 0]
     if total:
-        fits = {n: fitted(gb, billions, mode, gpus, **settings, batch_size=n).fits for n in (*larger, batch)}
-        assert not any(fits[size] for size in larger) and fits[batch] == sizing.fits
+        sizings = {n: fitted(gb, billions, mode, gpus, **settings, batch_size=n) for n in (*larger, batch)}
+        rule = "has_room" if sizing.has_room else "fits"
+        assert not any(getattr(sizings[size], rule) for size in larger) and sizings[batch].fits == sizing.fits
     assert sizing.fits == (sum(peak(sizing.chosen).values()) <= for_tensors(gb * 1e9)) and sizing.is_choice
 
 
@@ -120,9 +121,30 @@ def test_auto_recomputes_as_little_as_fits(gb):
     settings = {"mode": "fsdp_full", "gpus": 8, "mixed_precision": "fp8", "batch_size": 2}
     sizing = fitted(gb, **settings, recompute="auto")
     values = [value for segment in sizes.recomputations(sizing.requested, 2) for value in segment]
-    first = next((v for v in values if fitted(gb, **settings, recompute=v).fits), values[-1])
+    first = next((v for v in values if fitted(gb, **settings, recompute=v).has_room), values[-1])
     assert sizing.chosen.cfg.model.recompute == first and split(sizing) == (2, 1)
     assert f", --recompute {first}; predicted" in sizing.describe()
+
+
+def test_auto_leaves_room_for_the_caches_of_fsdp_and_fills_the_gpu_if_it_must():
+    settings = {
+        "gpus": 2,
+        "mode": "fsdp_full",
+        "mixed_precision": "fp8",
+        "batch_size": 1,
+        "max_seq_length": 32768,
+    }
+
+    def in_gb(needed: float, recompute: str) -> Sizing:
+        return fitted(needed / 1e9 + 2.1, **settings, recompute=recompute)
+
+    mlp, full = (fitted(400, **settings, recompute=level).needed for level in ("mlp", "full"))
+    filling, chosen, smallest = in_gb(mlp, "mlp"), in_gb(mlp, "auto"), in_gb(full, "auto")
+    assert filling.fits and not filling.has_room
+    assert chosen.has_room and chosen.needed < mlp
+    assert smallest.fits and not smallest.has_room
+    parameters = chosen.chosen.model.parameters  # gradients of half of them, and the root's buffers
+    assert 2.0 * parameters / 2 < peak_with_caches(chosen.chosen) - chosen.needed < 2.0 * parameters
 
 
 @pytest.mark.parametrize(("mode", "gpus"), [("single", 1), ("ddp", 4), ("fsdp_full", 16), ("ds_zero2", 8)])
@@ -135,7 +157,7 @@ def test_no_other_micro_batch_is_predicted_to_be_faster(mode, gpus, gb):
     settings |= {"mode": mode, "gpus": gpus, "mixed_precision": "fp8"}
     sizing = fitted(gb, 1.2, **settings, **AUTO)
     sizings = [fitted(gb, 1.2, **settings, batch_size=size) for size in (1, 2, 4, 8, 16, 32, 64)]
-    assert seconds(sizing) <= 1.001 * min(seconds(candidate) for candidate in sizings if candidate.fits)
+    assert seconds(sizing) <= 1.001 * min(seconds(candidate) for candidate in sizings if candidate.has_room)
 
 
 def test_without_predictions_a_pipeline_gets_micro_batches_for_its_stages():
