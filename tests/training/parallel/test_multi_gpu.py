@@ -20,8 +20,9 @@ from fp8_suite.core import signals
 from fp8_suite.core.errors import EXIT_INTERRUPTED
 from fp8_suite.core.packages import ROOT
 from fp8_suite.te_models.hugging_face import HFCausalLM
-from fp8_suite.training import resolve, run, trainer
+from fp8_suite.training import resolve, run
 from fp8_suite.training.checkpoint import progress
+from fp8_suite.training.checkpoint import settings as save_settings
 from fp8_suite.training.checkpoint.index import step_folders
 from fp8_suite.training.optim import moments, offload
 from fp8_suite.training.parallel.ranks import COLLECTIVE_TIMEOUT
@@ -224,7 +225,7 @@ def clock_by_step(rank: int) -> None:
         now[0] += 3600 * rank
 
     Trainer._before_step = advance
-    trainer.time = SimpleNamespace(perf_counter=lambda: now[0])
+    save_settings.time = SimpleNamespace(perf_counter=lambda: now[0])
 
 
 def test_ranks_with_different_clocks_save_by_time_at_the_same_steps(tmp_path):
