@@ -315,7 +315,7 @@ def peak_with_caches(setup: TrainingSetup) -> float:
 
 
 def _peak_with_caches(setup: TrainingSetup) -> float:
-    if not setup.fsdp or setup.gpus == 1:
+    if not setup.caches_by_stream:
         return sum(_peak(setup).values())
     model = setup.model
     gradients = 2.0 * model.trained / setup.shards

@@ -113,6 +113,11 @@ class TrainingSetup:
         return self.mode_spec.engine == "fsdp"
 
     @property
+    def caches_by_stream(self) -> bool:
+        """True if torch caches memory for FSDP2's streams, which others get only by a flush."""
+        return self.fsdp and self.gpus > 1
+
+    @property
     def exchanges_sums(self) -> bool:
         """True for DDP with FP32 sums of micro-batches: ranks exchange those, after the last micro-batch."""
         in_fp32 = self.cfg.sharding.grad_reduce_dtype == "fp32"

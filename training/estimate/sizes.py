@@ -162,7 +162,9 @@ class Sizing:
     @property
     def has_room(self) -> bool:
         """True if what torch caches for FSDP2's streams fits too, so that a step never flushes the cache."""
-        return self.fits and (self.needed is None or peak_with_caches(self.chosen) <= for_tensors(self.free))
+        if self.needed is None or not self.chosen.caches_by_stream:
+            return self.fits
+        return self.fits and peak_with_caches(self.chosen) <= for_tensors(self.free)
 
     @property
     def is_choice(self) -> bool:
@@ -205,7 +207,7 @@ def choose_sizes(request: TrainingSetup, free: float, gpu: Gpu = REFERENCE_GPU) 
     it is what needs least.
     """
     batches = runnable_batches(request)
-    for suffices in attrgetter("has_room"), attrgetter("fits"):
+    for suffices in map(attrgetter, ("has_room", "fits") if request.caches_by_stream else ("fits",)):
         candidates = [_least_recomputation(request, batch, free, gpu, suffices) for batch in batches]
         if fitting := [sizing for sizing in candidates if suffices(sizing)]:
             seconds = [sum(step_seconds(sizing.chosen, gpu).values()) for sizing in fitting]
