@@ -138,7 +138,7 @@ class Interval:
     def watch(self, path: Path) -> None:
         """Wait for the last file of the checkpoint, and note when it appears."""
         while not path.exists():
-            time.sleep(0.005)
+            time.sleep(0.001)
         self.published = time.perf_counter()
 
     @property
@@ -206,10 +206,13 @@ def train(trainer: Trainer, steps: int, saves: Suite | Torch | None = None) -> I
     interval = Interval(time.perf_counter(), trainer.hooks.ends)
     if saves:
         folder = saves.folder / step_name(step)
-        watcher = Thread(target=interval.watch, args=(folder / saves.last_file,), daemon=True)
+        last_file = folder / saves.last_file
+        watcher = Thread(target=interval.watch, args=(last_file,), daemon=True)
         watcher.start()
         trainer.stack.heartbeat("saving")
         before_update, finish = interval.wait(lambda: saves.save(step))
+        if last_file.exists():  # steps would delay the watcher
+            watcher.join()
         trainer.stack.before_update = lambda: interval.wait(before_update)
     if not trainer.train():
         raise KeyboardInterrupt  # a stop signal

@@ -23,8 +23,7 @@ def test_every_kind_is_measured_and_recorded(tmp_path, capsys, monkeypatch):
     background, sync, torchs = record["saves"]
     assert [row["saves"] for row in record["saves"]] == ["async", "sync", "torch"]
     assert [sync["GB"], torchs["GB"]] == pytest.approx([background["GB"]] * 2, rel=0.1)
-    # Publication is polled, and seen late on a busy machine.
-    assert sync["host waits, s"] >= sync["s to publish"] / 2, "it ends before the next step"
+    assert sync["host waits, s"] >= sync["s to publish"] * 0.9, "it ends before the next step"
     assert record["disk_bytes_per_second"]["buffered"] > 0 and record["environment"]["versions"]["torch"]
     assert not [path for path in folder.iterdir() if path.is_dir()], "no checkpoint and no cache is left"
     assert add.main([str(folder), "--study", "saves", "--table", str(table)]) == 0
