@@ -1,4 +1,4 @@
-"""Draw the README's chart from the recorded runs: speed at the same work, and loss in FP8 and BF16.
+"""Draw the README's chart from the recorded runs: the same work in several stacks, and losses.
 
 python -m benchmarks.chart docs/images/overview.svg
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from statistics import median
 
 import matplotlib
 from fp8_suite.benchmarks.records.launch import command_parser, run_command
@@ -17,37 +16,44 @@ from fp8_suite.benchmarks.report.figures import PALETTE, STYLE, draw_bars
 from fp8_suite.benchmarks.report.gaps import smooth
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import StrMethodFormatter
 
-# Each chart compares runs of one work: model, tokens a step, moments and GPU. Label -> study and start of the
-# names of its repeats.
-STACKS = {
-    "transformers, BF16": "h200-fused-adamw/transformers-bf16",
-    "this suite, BF16": "h200-fused-adamw/Llama-3.1-8B-8192-hf-bf16",
-    "transformers, torchao": "h200-fused-adamw/transformers+torchao-tensorwise",
-    "this suite, torchao": "h200-fused-adamw/Llama-3.1-8B-8192-hf-tensorwise",
+STUDY = "same-work"
+BARS = {  # label -> run of STUDY; the first is the one that the others are compared with
+    "transformers": "transformers-bf16",
+    "this suite": "suite-bf16",
+    "transformers + torchao": "transformers-torchao-tensorwise",
+    "transformers + TE": "transformers-te-delayed-flash4",
+    "this suite, same recipe": "suite-fp8",
+    "this suite, fastest": "suite-fp8-fast",
 }
-PRECISIONS = {
-    "BF16": "throughput/Llama-3.1-8B-bf16-8192-1x8-81b2ad8",
-    "FP8, delayed": "throughput/Llama-3.1-8B-delayed-8192-1x8-bd97d73",
-    "FP8, fastest": "throughput/Llama-3.1-8B-delayed-8192-1x8-fast-head-81b2ad8",
-}
+PALE = 0.55  # share of colour in other stacks' bars, on white
+CHART_STYLE = {"axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False}
 CURVES = {"bf16": ("BF16", PALETTE[0], "-"), "delayed": ("FP8, delayed", PALETTE[1], "--")}
 
 
-def find_runs(start: str) -> list[RunRecord]:
-    """Return the recorded runs whose study and name begin with `start`."""
-    return [run for run in read_table(start.split("/")[0]) if run.folder.as_posix().startswith(start)]
+def bar_color(run: RunRecord) -> tuple[float, ...]:
+    """Return blue for BF16 and orange for FP8, paler for other stacks."""
+    share = 1.0 if run.name.startswith("suite") else PALE
+    return tuple(1 - share * (1 - part) for part in to_rgb(PALETTE[run.precision != "bf16"]))
 
 
-def draw_speed(axes: Axes, bars: dict[str, str], title: str) -> None:
-    """Draw the median tokens/s of each bar's runs, FP8 and torchao in another colour."""
-    rates = [median(run.value("tokens_per_second") for run in find_runs(start)) for start in bars.values()]
-    colors = [PALETTE["bf16" not in start] for start in bars.values()]
-    draw_bars(axes, list(bars), rates, [f"{rate:,.0f}" for rate in rates], colors)
+def draw_speed(axes: Axes) -> None:
+    """Draw the tokens/s of every stack, and its factor over the first."""
+    recorded = {run.name: run for run in read_table(STUDY)}
+    runs = [recorded[name] for name in BARS.values()]
+    rates = [run.value("tokens_per_second") for run in runs]
+    colors = [bar_color(run) for run in runs]
+    factors = ["", *(f" ({rate / rates[0]:.2f}x)" for rate in rates[1:])]
+    texts = [f"{rate:,.0f}{factor}" for rate, factor in zip(rates, factors, strict=True)]
+    draw_bars(axes, list(BARS), rates, texts, colors)
+    axes.legend(handles=[Patch(color=PALETTE[0], label="BF16"), Patch(color=PALETTE[1], label="FP8")])
+    axes.grid(visible=False, axis="y")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set(title=title, xlabel="tokens/s", xlim=(0, 1.25 * max(rates)))
+    axes.set(title="Llama 3.1 8B on one H200, 65,536 tokens a step", xlabel="tokens/s")
 
 
 def draw_loss(axes: Axes) -> None:
@@ -66,11 +72,10 @@ def chart(argv: list[str]) -> int:
     target = parser.parse_args(argv).file
     if target.suffix not in (".svg", ".png"):
         raise UserError(f"{target}: neither .svg nor .png; rename it", exit_code=EXIT_BAD_SETTING)
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE | CHART_STYLE):
         figure = Figure(figsize=(13, 3.4), layout="constrained")
-        stacks, precisions, loss = figure.subplots(1, 3)
-        draw_speed(stacks, STACKS, "Llama 3.1 8B, 8,192 tokens a step")
-        draw_speed(precisions, PRECISIONS, "Llama 3.1 8B, 65,536 tokens a step")
+        speed, loss = figure.subplots(1, 2, width_ratios=(3, 2))
+        draw_speed(speed)
         draw_loss(loss)
         target.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None, dpi=150)

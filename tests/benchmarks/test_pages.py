@@ -113,6 +113,17 @@ def test_speed_and_memory_in_a_row_are_those_of_one_recorded_run(table):
         ), row
 
 
+def test_factors_between_stacks_are_those_of_the_record():
+    rates = {run.name: run.tokens_per_gpu for run in runs_of("same-work")}
+    fastest, rows = max(rates.values()), find("results.md", "The same work").rows
+    assert len(rows) == len(rates)
+    for row in rows:
+        (rate,) = (rate for rate in rates.values() if shows(row["tokens/s"], rate))
+        assert shows(row["fastest over it"], fastest / rate), row
+    same_recipe = rates["suite-fp8"] / rates["transformers-te-delayed-flash4"]
+    assert f"it is {same_recipe:.2f}x as fast" in (ROOT / "docs/results.md").read_text(encoding="utf-8")
+
+
 def test_speed_and_gap_of_the_recipes_are_those_of_the_record():
     recorded = [run for run in runs_of("h200-recipes") if not run.name.startswith("emulated")]
     runs = {(run.value("model_name").split("/")[1], run.precision, run.layers): run for run in recorded}
