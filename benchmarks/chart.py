@@ -32,7 +32,7 @@ BARS = {  # label -> run of STUDY; the first is the one that the others are comp
 }
 PALE = 0.55  # share of colour in other stacks' bars, on white
 CHART_STYLE = {"axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False}
-CURVES = {"bf16": ("BF16", PALETTE[0], "-"), "delayed": ("FP8, delayed", PALETTE[1], "--")}
+CURVES = {"bf16-seed42": ("BF16", PALETTE[0], "-"), "delayed-seed42": ("FP8, delayed", PALETTE[1], "--")}
 
 
 def bar_color(run: RunRecord) -> tuple[float, ...]:
@@ -57,12 +57,13 @@ def draw_speed(axes: Axes) -> None:
 
 
 def draw_loss(axes: Axes) -> None:
-    runs = {run.name: run for run in read_table("thousand_steps/te")}
+    runs = {run.name: run for run in read_table("five_thousand_steps")}
     for name, (label, color, dashes) in CURVES.items():
         steps, losses = zip(*runs[name].series("train/loss"), strict=True)
         shown = len(steps) - len(steps) // 20  # the last means are over few points
         axes.plot(steps[:shown], smooth(list(losses))[:shown], dashes, color=color, label=label)
-    axes.set(title="Llama 3.2 1B on GSM8K", xlabel="step", ylabel="smoothed training loss")
+    labels = {"xlabel": "step", "ylabel": "smoothed training loss"}
+    axes.set(title="Llama 3.2 1B, 61 M tokens, none twice", ylim=(0.5, 3.5), **labels)
     axes.legend()
 
 
