@@ -38,6 +38,9 @@ class StepCosts:
     ffn_bytes_saved: float = 0
     hidden_bytes_saved: float = 0
     weight_copies: float = 0  # bytes per GEMM weight, in addition to the BF16 weight
+    # Tensor parallelism gathers a GEMM's input row-wise, and backward transposes it for wgrad (TE 2.20:
+    # `supports_only_rowwise_all_gather`).
+    gathers_rows: bool = False
     measured: bool = True
 
 
@@ -121,7 +124,7 @@ RECIPES: dict[str, RecipeSpec] = {
         te_class="DelayedScaling",
         make=_delayed,
         probe="is_fp8_available",
-        costs=StepCosts(gemm_share=0.69, cast_bytes=4, ffn_bytes_saved=1, weight_copies=2),
+        costs=StepCosts(gemm_share=0.69, cast_bytes=4, ffn_bytes_saved=1, weight_copies=2, gathers_rows=True),
     ),
     "current": RecipeSpec(
         settings=_PER_TENSOR,
@@ -131,7 +134,7 @@ RECIPES: dict[str, RecipeSpec] = {
         te_class="Float8CurrentScaling",
         make=_current,
         probe="is_fp8_available",
-        costs=StepCosts(gemm_share=0.69, cast_bytes=6, ffn_bytes_saved=1, weight_copies=2),
+        costs=StepCosts(gemm_share=0.69, cast_bytes=6, ffn_bytes_saved=1, weight_copies=2, gathers_rows=True),
     ),
     "block": RecipeSpec(
         settings=_FP32_SCALES,

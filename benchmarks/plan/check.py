@@ -78,7 +78,7 @@ def check_runs() -> tuple[list[Check], dict[str, list[str]]]:
         comparable = "speed" not in run.remarks and not (recomputes_as_before(run) and run.config["use_te"])
         if comparable and (rate := run.value("tokens_per_second")):
             predicted = sum(step_seconds(setup, gpu).values())
-            seconds = (setup.tokens * setup.accumulation * setup.gpus / rate, predicted)
+            seconds = (setup.step_tokens / rate, predicted)
         measured = run.summary["peak_memory_gb"] - run.remarks.get("held_before_gb", 0.0)
         checks.append(Check(name, (measured, sum(peak(setup).values()) / 1e9), seconds))
     return checks, left_out

@@ -62,13 +62,12 @@ class Plan:
     @property
     def tokens_per_second(self) -> float:
         """Throughput of all GPUs."""
-        setup = self.setup
-        return setup.tokens * setup.accumulation * (setup.gpus // setup.layout.slices) / self.step
+        return self.setup.step_tokens / self.step
 
     @property
     def tflops(self) -> float:
         """Model TFLOP/s per GPU."""
-        tokens = self.setup.tokens * self.setup.accumulation / self.setup.layout.slices
+        tokens = self.setup.step_tokens / self.setup.gpus
         length = self.setup.cfg.data.max_seq_length
         model, pairs = self.setup.model, tokens * length
         flops = model_flops(model.shape, tokens=tokens, sum_squared_lengths=pairs, adapters=model.adapters)

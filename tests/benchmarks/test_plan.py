@@ -66,6 +66,12 @@ def test_steps_of_recorded_runs_are_predicted_within_14_percent(checks):
     assert set(wrong) == known
 
 
+def test_ranks_that_share_a_model_train_on_the_same_tokens(checks):
+    measured = {check.name: check.seconds[0] for check in checks if check.name.startswith("h200-parallel/")}
+    logged = {"8b-8192-pp2-1f1b": 2.992, "8b-8192-pp2-interleaved": 2.894, "8b-8192-tp2": 0.602}
+    assert measured == {f"h200-parallel/{name}": pytest.approx(s, rel=1e-3) for name, s in logged.items()}
+
+
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda run: f"{run['name']}-{run['gpus']}")
 def test_published_runs_of_four_dimensions_are_predicted_within_10_percent(published):
     predicted = plan_published(published).tflops

@@ -30,7 +30,9 @@ def layer_activations(setup: TrainingSetup) -> float:
     bf16 = 2 * (2 * hidden + 2 * queries + 2 * keys + 2 * s.ffn_hidden_size + inputs)
     if setup.cfg.model.use_te and setup.model.qk_norm:
         bf16 += 2 * (queries + 2 * keys)
-    less = costs.ffn_bytes_saved * s.ffn_hidden_size + costs.hidden_bytes_saved * hidden
+    # Without a gather TE keeps both layouts of the MLP norm's output, 1 byte each.
+    hidden_saved = costs.hidden_bytes_saved + (costs.gathers_rows and setup.layout.tp > 1)
+    less = costs.ffn_bytes_saved * s.ffn_hidden_size + hidden_saved * hidden
     less = 0.0 if setup.model.adapters else less * setup.fp8_layer_share
     return setup.tokens * (bf16 - less)
 
@@ -152,8 +154,10 @@ def between_stages(setup: TrainingSetup, *, at_end: bool = False) -> float:
       micro-batch's activations, unless it is the first, and one for their gradients, unless it is the last.
       They are kept between steps.
     - schedules.py: 1F1B keeps sent activations until their backward, one of the warm-up longer (`send_work`),
-      and the last gradient (`bwd_sends`). Interleaved schedules keep all they send until the step ends
-      (`send_ops`).
+      and the last gradient (`bwd_sends`).
+    - Interleaved schedules wait for their sends when the step ends (`send_ops`), but NCCL, unlike Gloo, drops
+      what is sent in 0.1 s (its watchdog). Outputs of micro-batches in flight are left (`fwd_cache`), and one
+      gradient.
     """
     layout, receives, sends = setup.layout, setup.stage > 0, setup.stage < setup.layout.pp - 1
     if layout.pp == 1:
@@ -162,7 +166,9 @@ def between_stages(setup: TrainingSetup, *, at_end: bool = False) -> float:
     in_flight = 0.0 if at_end else setup.in_flight
     if layout.virtual == 1:
         sent = sends * (in_flight + 1) + receives * (1 + at_end - in_flight)
-    else:  # an input in flight is counted already, and its gradient not yet sent
-        first_inputs = 0 if at_end else (layout.virtual - 1) * layout.pp
-        sent = received - 2 * (layout.virtual * in_flight if receives else first_inputs)
+    else:
+        outputs = layout.virtual * in_flight  # of this rank's stages
+        # Inputs that `stored_activations` counts. The first stage receives none, and the last sends a loss.
+        inputs = outputs if receives or at_end else (layout.virtual - 1) * layout.pp
+        sent = outputs - (not sends and not at_end) + 1 - inputs
     return (received + sent) * 2.0 * setup.tokens * setup.hidden

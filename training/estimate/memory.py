@@ -85,6 +85,21 @@ def accumulated_gradients(setup: TrainingSetup) -> float:
     return (4.0 if setup.cfg.sharding.grad_reduce_dtype == "fp32" else 2.0) * parameters
 
 
+def new_gradients(setup: TrainingSetup) -> float:
+    """Return how many gradients of a layer backward adds to those of `accumulated_gradients`.
+
+    TE's GEMMs add to the sums of micro-batches in place; under FSDP2 the QKV projection's do not (see
+    `training.optim.accumulation`).
+    """
+    model, s, engine = setup.model, setup.model.shape, setup.mode_spec.engine
+    in_place = {"fsdp": not setup.gathers_fp8, "ddp": setup.exchanges_sums, "none": True}.get(engine, False)
+    in_place &= setup.accumulation > 1 and setup.cfg.model.use_te and setup.optimizer.kind == "fused_adamw"
+    if not in_place:
+        return model.gradients(model.block_weights)
+    qkv = s.hidden_size * (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+    return model.gradients(qkv) if setup.fsdp else 0.0
+
+
 def gathered_weights(setup: TrainingSetup) -> float:
     """Return the bytes of gathered weights and communication buffers when backward begins."""
     model, spec = setup.model, setup.mode_spec
@@ -96,7 +111,8 @@ def gathered_weights(setup: TrainingSetup) -> float:
         return 4.0 * model.trained  # buffers of the FP32 all-reduce, until the next backward
     if not setup.fsdp:
         return fp8_exchange(setup) * model.gradients(model.head_weights) if ddp else 0.0
-    return 2.0 * (model.parameters if spec.gathers_once else model.root_weights + model.block_weights)
+    last = model.block_weights if setup.gpus > 1 else 0  # one rank keeps no buffer of the last gather
+    return 2.0 * (model.parameters if spec.gathers_once else model.root_weights + last)
 
 
 def fp8_exchange(setup: TrainingSetup) -> float:
@@ -217,16 +233,28 @@ def start_of_backward(setup: TrainingSetup) -> dict[str, float]:
     if setup.cfg.model.use_te and (last != "none" or not setup.keeps_fp8_weights):
         copies += fp8_copies(setup) / s.num_layers  # TE casts this layer's weights again
     activations = parts["activations"] + backward_buffers(setup)
-    # The next block's gathered weights, and send and receive buffers of this block's gradients, all in BF16.
-    buffers = max(4.0, 2.0 + fp8_exchange(setup)) * model.gradients(model.block_weights)
-    communication = 2.0 * model.block_weights + buffers if setup.fsdp else 0.0
+    # The next block's gathered weights (with one rank: this block's) and the buffers of gradients.
+    communication = 2.0 * model.block_weights + _reduction_buffers(setup) if setup.fsdp else 0.0
     return parts | {
-        "gradients": parts["gradients"] + 2.0 * model.gradients(model.block_weights),
+        "gradients": parts["gradients"] + 2.0 * new_gradients(setup),
         "FP8 weight copies": copies,
         "activations": activations + layer_activations(setup) - kept_activations(setup, last),
         "logits and head gradient": 2.0 * model.gradients(model.head_weights) * setup.has_head,
         "gathered, communication": parts["gathered, communication"] + communication,
     }
+
+
+def _reduction_buffers(setup: TrainingSetup) -> float:
+    """Return the bytes by which FSDP2's reduction of a block adds to the start of backward.
+
+    These are send and receive buffers in BF16. One rank receives nothing: the first block's send buffer and
+    sharded gradient follow its backward, in a pipeline in the last micro-batch, when activations are free.
+    """
+    gradients = setup.model.gradients(setup.model.block_weights)
+    if setup.gpus > 1:
+        return max(4.0, 2.0 + fp8_exchange(setup)) * gradients
+    freed = kept_activations(setup, setup.recompute[-1]) + (setup.in_flight - 1) * stored_activations(setup)
+    return max(0.0, (4.0 if setup.accumulation == 1 else 2.0) * gradients - freed)
 
 
 def end_of_backward(setup: TrainingSetup) -> dict[str, float]:

@@ -144,6 +144,12 @@ class TrainingSetup:
         return self.gpus // (self.layout.cp * slices)
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of one step on all GPUs. Ranks of tensor and pipeline parallelism train on the same."""
+        optim, length = self.cfg.optim, self.cfg.data.max_seq_length
+        return optim.batch_size * length * self.accumulation * self.data_ranks
+
+    @property
     def comm_type(self) -> str | None:
         """How the ranks of a sequence attend (TE's `cp_comm_type`), or None without context parallelism."""
         if self.layout.cp == 1:

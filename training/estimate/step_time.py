@@ -37,6 +37,8 @@ ATTENTION_FORWARD = 0.25  # fraction of attention time in forward: 35 of 142 ms
 BANDWIDTH_SHARE = 0.70
 ADAM_SHARE = 0.86  # the suite's AdamW: 26 bytes per parameter, 8.03e9 parameters, 50.5 ms
 TORCH_ADAM_SHARE = 0.415  # torch's AdamW in ZeRO is as slow as TE's FusedAdam: 105 ms
+# TE's kernels to split QKV and rotate take 118 ms a step, the suite's 28 (profiles of study h200-profile).
+UNFUSED_ROPE = 118 / 28
 IDLE = 0.03  # fraction of a step without any kernel in the profile
 # CPU time to launch forward and backward of a layer: 5 ms limit the recorded run gsm-4gpu-fsdp_full-bf16
 # (85 ms, 16 layers, 3,072 tokens). TE layers of a 7B took 4.5 to 4.7 ms on two H100 hosts, recomputed ones
@@ -87,6 +89,8 @@ def _elementwise_bytes(setup: TrainingSetup) -> float:
     hidden, ffn = setup.hidden, s.ffn_hidden_size
     # Bytes per token and layer, 2 for each value read or written: two norms, RoPE, two residual adds, SwiGLU.
     rope = 2 * 2 * (s.num_heads + s.num_kv_heads) * s.head_dim
+    if setup.cfg.model.use_te and (setup.layout.tp > 1 or setup.model.qk_norm):
+        rope *= UNFUSED_ROPE
     forward = 2 * (2 * 2 * hidden) + rope + 2 * 6 * hidden + 2 * 3 * ffn
     backward = 2 * (2 * 3 * hidden) + rope + 2 * 6 * hidden + 2 * 5 * ffn
     return s.num_layers * setup.tokens * (forward * (2 - setup.share_of("none")) + backward)
@@ -99,6 +103,9 @@ def _cast_bytes(setup: TrainingSetup) -> float:
     inputs = 2 * setup.hidden + queries + s.ffn_hidden_size
     gradients = 2 * setup.hidden + queries + 2 * keys + 2 * s.ffn_hidden_size
     values = s.num_layers * setup.tokens * (inputs * (2 - setup.share_of("none")) + gradients)
+    transposed = 0.0  # of gathered inputs and output gradients of hidden size; their casts write one layout
+    if setup.layout.tp > 1 and costs_of(setup.recipe).gathers_rows:
+        transposed = s.num_layers * setup.tokens * 4 * (2 * s.hidden_size - setup.hidden)
     # Casts of a weight per micro-batch: one, to both layouts, if it is kept for backward. Under FSDP2 and in
     # torchao's layers forward makes one layout and backward both; a recomputed TE layer makes both twice.
     stored, casts = setup.share_of("none"), 1.0 if setup.keeps_fp8_weights else 1.5
@@ -110,7 +117,7 @@ def _cast_bytes(setup: TrainingSetup) -> float:
         per_weight = 2.0  # backward transposes them: a byte is read and one written
     # Without wgrad, inputs and gradients are cast to one layout.
     per_value = costs_of(setup.recipe).cast_bytes - bool(setup.model.adapters)
-    moved = per_value * values + per_weight * setup.model.gemm_weights
+    moved = per_value * values + transposed + per_weight * setup.model.gemm_weights
     return moved * setup.fp8_layer_share
 
 

@@ -34,7 +34,7 @@ def exchange(setup: TrainingSetup) -> Exchange:
     """Count the communication of one step: all-gathers of weights and reductions of gradients."""
     model, layers, stage = setup.model, setup.model.shape.num_layers, setup.mode_spec.stage
     if setup.gpus == 1:
-        return Exchange(0, 0, 0, 0)
+        return Exchange(0, 0, _copied_by_one_rank(setup), 0)
     # Within a node ranks exchange BF16 gradients and sum them locally; across nodes NCCL reduces in FP32.
     sums = setup.exchanges_sums or (setup.fsdp and setup.accumulation > 1)
     local_sum = setup.nodes == 1 and not sums and not setup.mode_spec.in_groups
@@ -54,6 +54,19 @@ def exchange(setup: TrainingSetup) -> Exchange:
     across = 2 * between_replicas / setup.shards if setup.mode_spec.in_groups else 0.0
     copied = 4 * gathers * model.parameters + 8 * rounds * model.trained
     return Exchange(gathers * weights + rounds * gradient, across, copied, layers * (gathers + rounds))
+
+
+def _copied_by_one_rank(setup: TrainingSetup) -> float:
+    """Return the bytes of FSDP2's copies over one rank, as of each slice if all ranks are slices of a model.
+
+    From torch 2.11: "gathered" weights are copies, and gradients pass through both buffers of the exchange.
+    """
+    if not setup.fsdp:
+        return 0.0
+    gathers = 1 if setup.mode_spec.gathers_once else 2 * setup.accumulation
+    sums_in_fp32 = setup.accumulation > 1 and setup.cfg.sharding.grad_reduce_dtype == "fp32"
+    gradient = (4 + 4) + (4 + 4) + (4 + 2) if sums_in_fp32 else (2 + 2) + (2 + 2)
+    return 4 * gathers * setup.model.parameters + gradient * setup.model.trained
 
 
 def _ring(data: float, members: int, in_node: int, gpu: Gpu, network: float) -> tuple[float, float, int]:

@@ -12,6 +12,7 @@ from fp8_suite.training.estimate.transfers import (
     EXPOSED,
     LINK_SHARE,
     context_seconds,
+    exchange,
     pipeline_seconds,
     tensor_seconds,
 )
@@ -148,3 +149,27 @@ def test_sizes_that_do_not_divide_are_refused(layout, flag):
 
 def test_sizes_that_divide_are_planned():
     check_layout(Layout(cp=2, tp=8, pp=8, virtual=5), SHAPES[70.0], 8, 8192)
+
+
+def test_one_rank_of_fsdp_copies_its_weights_to_gather_them():
+    one, two = (rank_setups(split(Layout(tp=8, pp=8), gpus, "fsdp_full"))[0] for gpus in (64, 128))
+    model = one.model
+    assert two.model == model
+    # Forward and backward of 16 micro-batches copy BF16 weights. FP32 sums are copied twice and cast.
+    assert exchange(one).copied == (16 * 2 * 4 + 22) * model.parameters
+    assert exchange(one)[:2] == (0, 0)
+    # No buffer of the last gather is left at the loss; in backward, neither the next block nor buffers.
+    gathered = memory.at_loss(one)["gathered, communication"]
+    assert gathered == 2 * model.root_weights
+    assert memory.at_loss(two)["gathered, communication"] == gathered + 2 * model.block_weights
+    in_backward = memory.start_of_backward(one)["gathered, communication"]
+    assert in_backward == gathered + 2 * model.block_weights
+
+
+def test_gathered_activations_of_fp8_have_one_layout():
+    whole, half = (
+        setup_of(70.0, gpus=tp, mixed_precision="fp8", fp8_scenario="delayed", tensor_parallel_size=tp)
+        for tp in (1, 2)
+    )
+    half = rank_setups(half)[0]
+    assert layer_activations(half) == (layer_activations(whole) - 8192 * half.tokens) / 2

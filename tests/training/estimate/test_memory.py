@@ -121,3 +121,13 @@ def test_a_layer_keeps_the_inputs_of_its_adapters(flags, widths):
     setup = setup_of(8.0, **{"batch_size": 1, "mixed_precision": "fp8", "lora_rank": 16} | flags)
     others = 2 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14_336  # input, residual, q, attention, k, v, gate, up
     assert layer_activations(setup) == 8192 * 2 * (others + widths)
+
+
+@pytest.mark.parametrize(
+    ("mode", "micro_batches", "share"),
+    [("single", 1, 1), ("single", 8, 0), ("ddp", 8, 0), ("fsdp_full", 8, 25 / 218)],
+)
+def test_gemms_add_to_the_sums_of_micro_batches_in_place(mode, micro_batches, share):
+    setup = setup_of(mode=mode, gpus=1 + 7 * (mode != "single"), gradient_accumulation_steps=micro_batches)
+    added = memory.start_of_backward(setup)["gradients"] - memory.at_loss(setup)["gradients"]
+    assert added == pytest.approx(2 * share * 218_103_808, rel=0.02)  # QKV has 25 of a layer's 218 M
