@@ -21,6 +21,7 @@ from fp8_suite.te_models.quantized.forms import FORMS, Quantizer
 from fp8_suite.te_models.spec import base_tensors
 from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.run_folder import SAMPLES_FILE, train_losses
+from fp8_suite.training.checkpoint.settings import EXPORT_FOLDERS
 from fp8_suite.training.export.generate import generate_answers, generation_config, tokenizer_round_trips
 from fp8_suite.training.export.loss import load_export, model_loss
 from fp8_suite.training.export.write import NamedTensors, export_adapter, export_hf
@@ -75,6 +76,16 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
         print_rank0(f"adapter for peft: {ranks.run_on_rank0(lambda: _write_adapter(prepared, adapters))}")
         if prepared.resolved.model.weights is None:
             print_rank0(f"WARNING: its base, the random weights of this run, is in no file; use {folder}")
+
+
+def warn_of_earlier_exports(prepared: PreparedRun, step: int) -> None:
+    """Name exports that this launch, which trained up to `step`, did not replace."""
+    if prepared.resume is None or prepared.resume.step == step:
+        return
+    folders = [prepared.folder / name for name in EXPORT_FOLDERS.values()]
+    for folder in folders:
+        if folder.name not in prepared.cfg.export_folders.values() and (folder / "config.json").exists():
+            print_rank0(f"WARNING: {folder} has weights of an earlier step; delete it, or export it again")
 
 
 def _write(prepared: PreparedRun, tensors: NamedTensors, name: str, quantizer: Quantizer | None) -> Path:

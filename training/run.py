@@ -22,7 +22,13 @@ from fp8_suite.training.checkpoint.run_folder import discarded_if_refused
 from fp8_suite.training.checkpoint.saver import CheckpointSaver, choose_stager
 from fp8_suite.training.checkpoint.state import RunState
 from fp8_suite.training.config import Config, parse_config
-from fp8_suite.training.finish import evaluate_exports, export, generate_samples, summarize
+from fp8_suite.training.finish import (
+    evaluate_exports,
+    export,
+    generate_samples,
+    summarize,
+    warn_of_earlier_exports,
+)
 from fp8_suite.training.observers import Observers, open_environment, open_logs
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.optim.schedule import learning_rate
@@ -121,6 +127,7 @@ def run(
             with observers.wall_time.phase("export"):
                 export(prepared, assembly)
         if finished:
+            warn_of_earlier_exports(prepared, trainer.progress.step)
             trainer.logs.tracker.summary(summarize(prepared, trainer, observers))
     finally:
         trainer.logs.display.close()
@@ -170,6 +177,8 @@ def _report_model(prepared: PreparedRun, assembly: Assembly) -> None:
         where = f"{topology.world_size} x {strategy.device.type}{nodes}, {strategy.mode}"
         if communication := resolved.cp_comm_type:
             where += f", {topology.cp} share each sequence ({communication})"
+        shared = {"each layer": topology.tp, "the layers": topology.pp}
+        where += "".join(f", {size} share {what}" for what, size in shared.items() if size > 1)
     kind = layers.get(resolved.precision.te_backend, "Hugging Face")
     print_rank0(
         f"{resolved.model.name}: {assembly.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"

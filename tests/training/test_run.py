@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -256,6 +257,15 @@ def test_a_longer_run_reports_its_longer_schedule_and_needs_no_intact_records(co
     train(copied, "--max_steps 10 --save_interval 4")
     assert "schedule now spans 10 steps (was 8)" in capsys.readouterr().out
     assert sorted(curve(copied)) == list(range(1, 11))
+
+
+def test_exports_that_a_longer_run_does_not_replace_are_named(copied, capsys):
+    for flags, named in (("--max_steps 9 --export_dtype fp8", True), ("--max_steps 10", False)):
+        train(copied, f"{flags} --save_interval 4")
+        assert (f"WARNING: {copied}/export has" in capsys.readouterr().out) == named
+    train(copied, "--max_steps 11 --save_interval 4 --no_export")
+    named = re.findall(rf"WARNING: {copied}/(\w+) has", capsys.readouterr().out)
+    assert named == ["export", "export_fp8"]
 
 
 def test_a_finished_run_is_not_changed_by_its_command(copied, capsys):

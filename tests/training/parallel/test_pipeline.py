@@ -189,8 +189,10 @@ def test_state_moves_between_layouts_bit_for_bit(untied, tmp_path):
     layouts = ((1, ""), (3, "--pipeline_parallel_size 3"), (4, f"{PP} --tensor_parallel_size 2"), (1, ""))
     for ranks, layout in layouts:
         again = f"{flags} {layout} --resume {checkpoint(folder, 2)}"
-        folder = train(folder.with_name(f"{folder.name}-{ranks}"), again, ranks=ranks).folder
+        job = train(folder.with_name(f"{folder.name}-{ranks}"), again, ranks=ranks)
+        folder = job.folder
         assert same_bits(saved(folder, 2), expected)
+        assert ("2 share each layer, 2 share the layers" in job.printed()) == (ranks == 4)
 
 
 @pytest.mark.parametrize(
