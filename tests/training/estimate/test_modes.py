@@ -78,3 +78,16 @@ def test_an_offloaded_optimizer_leaves_weights_and_gradients():
 def test_sequences_shared_across_nodes_rule_out_hsdp():
     setup = setup_of(20.0, "ddp", 16, shape=False, context_parallel_size=16)
     assert choose_mode(setup, FREE)[0] == "fsdp_full"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gpus", "mode"),
+    [
+        ({"tensor_parallel_size": 2}, 2, "ddp"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 4, "ddp"),
+        ({"tensor_parallel_size": 2}, 4, "fsdp_full"),  # two ranks hold the same half
+        ({"tensor_parallel_size": 2, "context_parallel_size": 2}, 4, "fsdp_full"),
+    ],
+)
+def test_ranks_with_different_parts_of_a_model_shard_nothing(sizes, gpus, mode):
+    assert choose_mode(setup_of(70.0, "ddp", gpus, batch_size=1, **sizes), FREE)[0] == mode
