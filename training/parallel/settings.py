@@ -119,14 +119,17 @@ class ShardingConfig(Section):
 
     def data_ranks(self, ranks: int) -> int:
         """Return the ranks that read different rows. UserError if sizes of parallel axes do not divide."""
-        for name in AXES.values():
-            if ranks % (size := getattr(self, name)):
-                fitting = [n for n in range(2, ranks + 1) if ranks % n == 0]
-                numbers = f"use {' or '.join(map(str, fitting))}"
-                way_out = numbers if fitting else "use 1, or start several with torchrun"
-                raise bad_setting(f"does not divide {counted(ranks, 'rank')}; {way_out}", **{name: size})
-            ranks //= size
-        return ranks
+        sizes = {name: size for name in AXES.values() if (size := getattr(self, name)) > 1}
+        needed = prod(sizes.values())
+        if ranks % needed == 0:
+            return ranks // needed
+        if len(sizes) > 1:
+            reason = f"need a multiple of {needed} ranks, not {ranks}; start as many, or use smaller sizes"
+            raise bad_setting(reason, **sizes)
+        fitting = [n for n in range(2, ranks + 1) if ranks % n == 0]
+        numbers = f"use {' or '.join(map(str, fitting))}"
+        way_out = numbers if fitting else "use 1, or start several with torchrun"
+        raise bad_setting(f"does not divide {counted(ranks, 'rank')}; {way_out}", **sizes)
 
     def shard_size(self, gpus: int, gpus_per_node: int) -> int:
         """Return the ranks that share one copy of the model under hsdp. UserError if they cannot."""

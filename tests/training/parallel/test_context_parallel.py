@@ -102,6 +102,7 @@ def test_attention_without_the_keys_of_other_ranks_is_refused(tmp_path):
         ({"cp_comm_type": "a2a", "context_parallel_size": 3}, 3, {"cp_comm_type", "context_parallel_size"}),
         ({}, 1, {"context_parallel_size"}),
         ({}, 3, {"context_parallel_size"}),
+        ({"tensor_parallel_size": 2}, 2, {"context_parallel_size", "tensor_parallel_size"}),
         ({"global_batch_size": 3}, 4, {"global_batch_size"}),
         ({"sharding_mode": "hsdp", "hsdp_shard_size": 3}, 6, {"hsdp_shard_size", "context_parallel_size"}),
     ],
