@@ -6,6 +6,7 @@ R = H / G, K head size, P positions.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,19 +32,19 @@ class DotProductAttention(Fp8Module):
     num_gemms = 3
     context_group: Any = None  # ranks that share sequences; S and T are then of this rank's tokens
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Map q [B, S, H, K], k and v [B, S, G, K] to [B, S, H*K]; or [T, ., K] with `cu_seqlens` [N+1]."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, boundaries: list[int]) -> Tensor:
+        """Map q [B, S, H, K], k and v [B, S, G, K] to [B, S, H*K], or packed [T, ., K] to [T, H*K].
+
+        `boundaries` are of whole sequences.
+        """
         self.initialize(q.device)
         if self.context_group:
-            boundaries = self.boundaries(q, cu_seqlens)
             flat = (x.flatten(0, -3) for x in (q, k, v))  # [T, ., K]
             return context.attend(*flat, boundaries, self.context_group).view(*q.shape[:-2], -1)
-        if cu_seqlens is None:
+        if q.ndim == 4:
             return context.attend_causally(q, k, v)
-        lengths = cu_seqlens.diff().tolist()
-        sequences = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-        spans = [qkv for qkv in sequences if len(qkv[0])]
-        return torch.cat([context.attend_causally(*(x[None] for x in qkv))[0] for qkv in spans])
+        spans = [slice(start, end) for start, end in pairwise(boundaries) if start < end]
+        return torch.cat([context.attend_causally(*(x[None, span] for x in (q, k, v)))[0] for span in spans])
 
     def boundaries(self, q: Tensor, cu_seqlens: Tensor | None) -> list[int]:
         """Return the boundaries of whole sequences; without `cu_seqlens` every row is one."""
@@ -96,9 +97,10 @@ class MultiheadAttention(nn.Module):
         if self.sequence_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [B, S, ., K]
         attention = self.core_attention
-        positions = context.positions(attention.boundaries(q, cu_seqlens), attention.context_group)
+        boundaries = attention.boundaries(q, cu_seqlens)
+        positions = context.positions(boundaries, attention.context_group)
         angles = rope[positions, 0].view(*q.shape[:-2], 1, -1)  # [B, S, 1, K] or [T, 1, K]
-        out = attention(rotate(q, angles), rotate(k, angles), v, cu_seqlens)
+        out = attention(rotate(q, angles), rotate(k, angles), v, boundaries)
         return self.proj(out.transpose(0, 1) if self.sequence_first else out)
 
 

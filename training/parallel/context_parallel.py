@@ -155,16 +155,16 @@ def _attend(
 ) -> Tensor:
     """Run the first layer's attention on this rank's tokens, as the layer does."""
     attention = next(iter(model.layers)).self_attention.core_attention
-    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=q.device)
     if qkv_format == "bshd" and model.is_native and model.tensor:
         q, k, v, qkv_format = q[:, None], k[:, None], v[:, None], "sbhd"
     elif qkv_format == "bshd":
         q, k, v = q[None], k[None], v[None]
     if not model.is_native:
-        out = attention(q, k, v, cu_seqlens if qkv_format == "thd" else None)
+        out = attention(q, k, v, boundaries)
     elif qkv_format != "thd":
         out = attention(q, k, v, qkv_format=qkv_format, attn_mask_type="causal")
     else:
+        cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=q.device)
         longest = max(end - start for start, end in pairwise(boundaries))
         lengths = sequence_arguments(cu_seqlens, longest, padded=True)
         out = attention(q, k, v, qkv_format=qkv_format, attn_mask_type="padding_causal", **lengths)
