@@ -202,7 +202,7 @@ def weights_and_optimizer(
     """
     strategy.reshard(model)
     if strategy.owns_masters:
-        tensors, copy_back = strategy.state(model, optimizer)
+        tensors, copy_back = strategy.state()
     else:
         state = {} if weights_only else optim.optimizer_state(optimizer, model)
         tensors, copy_back = _plain_or_fsdp_state(model, optimizer, cfg, state)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from fp8_suite.training.parallel import ranks
 from torch import Tensor, nn
 
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future]  # of DDP
 FP8_BLOCK = 128
 FP8_EXPONENT = 8  # a block is scaled to values below 2**8; E4M3 ends at 448
 PARTS = 8  # in which what other ranks sent is decoded
@@ -93,9 +94,7 @@ class ReduceScatter:
         output_tensor.copy_(self.reduce_scatter(input_tensor, group, mean=op == dist.ReduceOp.AVG))
 
 
-def all_to_all_hook(
-    device: torch.device, group: Any = None, *, fp8: bool
-) -> Callable[[Any, dist.GradBucket], torch.futures.Future]:
+def all_to_all_hook(device: torch.device, group: Any, *, fp8: bool) -> Hook:
     """Return a DDP hook that averages a bucket with FP32 sums and all-gathers it, in its dtype or in FP8.
 
     `group` are the ranks of DDP; None: all.
@@ -134,7 +133,7 @@ def _average_fp8(gradients: Tensor, group: Any) -> None:
         rows.copy_(unpack_fp8(part)[:, : shard.numel()])
 
 
-def average_sums(model: nn.Module, group: Any = None, *, uses_all_parameters: bool) -> None:
+def average_sums(model: nn.Module, group: Any, *, uses_all_parameters: bool) -> None:
     """Average the sums in `main_grad` over ranks, in FP32. Every rank adds zeros for a sum that it lacks."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not uses_all_parameters:
@@ -151,9 +150,7 @@ def average_sums(model: nn.Module, group: Any = None, *, uses_all_parameters: bo
         exchange.wait()
 
 
-def all_reduce_hook(
-    dtype: torch.dtype, group: Any = None
-) -> Callable[[Any, dist.GradBucket], torch.futures.Future]:
+def all_reduce_hook(dtype: torch.dtype, group: Any) -> Hook:
     """Return a DDP hook that averages a bucket over a group by an all-reduce in `dtype`."""
 
     def hook(_, bucket):

@@ -123,9 +123,7 @@ class Zero(Strategy):
     # Checkpoints
 
     @torch.no_grad()
-    def state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    def state(self) -> tuple[dict[str, Tensor], Callable[[], None]]:
         """Return this rank's rows of weights and moments by name, and a function that writes them back.
 
         The tensors are copies on the CPU, sharded along dim 0 as by FSDP2. The function also updates the
