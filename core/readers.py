@@ -11,8 +11,6 @@ from typing import Any
 import yaml
 from fp8_suite.core.errors import UserError, first_line
 
-KINDS = {dict: "an object", list: "a list"}
-
 
 class UnreadableFile(UserError):
     """A file that cannot be read: missing, not UTF-8, not valid, empty, or with another content."""
@@ -26,14 +24,14 @@ def unreadable(path: Path, reason: str) -> UnreadableFile:
     return error
 
 
-def read_json(path: Path, kind: type = dict) -> Any:
-    """Read a JSON file that holds a `kind`. UnreadableFile otherwise."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. UnreadableFile otherwise."""
     try:
         content = parse_json(_read_text(path))
     except ValueError as error:
         raise unreadable(path, str(error)) from None
-    if not isinstance(content, kind):
-        raise unreadable(path, f"must hold {KINDS[kind]}, but holds {type(content).__name__}")
+    if not isinstance(content, dict):
+        raise unreadable(path, f"must hold an object, but holds {type(content).__name__}")
     return content
 
 

@@ -216,7 +216,7 @@ def judge_pairs(pairs: list[Pair], limit: float) -> Result:
     return Result(pairs, *(judge(pairs, limit) for judge in judges))
 
 
-def judge_all(losses: gaps.Comparison, limit: float = MAX_LOSS_GAP) -> list[Result]:
+def judge_all(losses: gaps.Comparison) -> list[Result]:
     """Return the result of every comparable run over all seeds that it shares with its baseline."""
     results: list[Result] = []
     for run, baseline in losses.pairs:
@@ -228,7 +228,7 @@ def judge_all(losses: gaps.Comparison, limit: float = MAX_LOSS_GAP) -> list[Resu
             seed, same = record.setting("seed"), record is run or gaps.repeats(record, run)
             if same and seed == against.setting("seed"):
                 by_seed.setdefault(seed, (record, against))
-        results.append(judge_pairs(list(by_seed.values()) or [(run, baseline)], limit))
+        results.append(judge_pairs(list(by_seed.values()) or [(run, baseline)], MAX_LOSS_GAP))
     return results
 
 
