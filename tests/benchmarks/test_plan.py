@@ -99,7 +99,7 @@ def test_axes_are_named_with_what_they_cost():
     flags += " --gradient_accumulation_steps 2"
     text = run([*flags.split(), "--tensor_parallel_size", "4", "--pipeline_parallel_size", "2"])
     assert "tokens per micro-batch and data rank" in text
-    assert re.search(r"^12 GPUs: --pipeline_parallel_size 2: ", text, re.MULTILINE)
+    assert re.search(r"^12 GPUs: --tensor_parallel_size 4 --pipeline_parallel_size 2: ", text, re.MULTILINE)
     assert "pipeline bubble" in text and "tensor parallelism" in text and "context parallelism" not in text
 
 

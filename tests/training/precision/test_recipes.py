@@ -26,7 +26,7 @@ TE_FP8 = {"use_te": True, "mixed_precision": "fp8"}
 EMULATED = tuple(name for name in TE_RECIPES if hasattr(emulated, RECIPES[name].te_class))
 # Code about one recipe: kernels fused with delayed scaling's casts, a peak of older code's runs, and a chart.
 NAMING_A_RECIPE = {"core/recipes.py", "training/kernels.py", "benchmarks/plan/check.py"}
-NAMING_A_RECIPE |= {"benchmarks/chart.py"}
+NAMING_A_RECIPE |= {"benchmarks/peers.py"}  # runs TE without this suite
 # Blocks are also a form of FP8 weights in files, which has block scaling's scales.
 NAMING_A_RECIPE |= {f"te_models/quantized/{name}.py" for name in ("forms", "methods")}
 NAMING_A_RECIPE |= {"training/export/loss.py", "training/export/quantize.py"}
