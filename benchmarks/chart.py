@@ -62,8 +62,8 @@ def draw_loss(axes: Axes) -> None:
         steps, losses = zip(*runs[name].series("train/loss"), strict=True)
         shown = len(steps) - len(steps) // 20  # the last means are over few points
         axes.plot(steps[:shown], smooth(list(losses))[:shown], dashes, color=color, label=label)
-    labels = {"xlabel": "step", "ylabel": "smoothed training loss"}
-    axes.set(title="Llama 3.2 1B, 61 M tokens, none twice", ylim=(0.5, 3.5), **labels)
+    axes.set(xlabel="step", ylabel="smoothed training loss", ylim=(0.5, 3.5))
+    axes.set_title("Llama 3.2 1B, 61 M tokens, none twice")
     axes.legend()
 
 

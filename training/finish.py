@@ -82,9 +82,9 @@ def warn_of_earlier_exports(prepared: PreparedRun, step: int) -> None:
     """Name exports that this launch, which trained up to `step`, did not replace."""
     if prepared.resume is None or prepared.resume.step == step:
         return
-    folders = [prepared.folder / name for name in EXPORT_FOLDERS.values()]
-    for folder in folders:
-        if folder.name not in prepared.cfg.export_folders.values() and (folder / "config.json").exists():
+    for dtype, name in EXPORT_FOLDERS.items():
+        folder = prepared.folder / name
+        if dtype not in prepared.cfg.export_folders and (folder / "config.json").exists():
             print_rank0(f"WARNING: {folder} has weights of an earlier step; delete it, or export it again")
 
 

@@ -139,10 +139,8 @@ def run(
     cleanup.close()
     if trainer.progress.step:
         print_rank0(trainer.progress.describe_wall_time())
-    if not finished and saves:
-        print_rank0(f"to resume, repeat the command with --output_dir {prepared.folder}")
-    elif not finished:
-        print_rank0("nothing was saved (--no_save_checkpoints): the same command starts from scratch")
+    if not finished:
+        _report_stopped(prepared)
     return code
 
 
@@ -166,6 +164,13 @@ def _report_finished(prepared: PreparedRun) -> None:
     if not prepared.total_steps:
         remedy = f"to evaluate it: --resume {prepared.folder} --max_steps 0 and another --output_dir"
     print_rank0(f"this run is finished; {remedy}")
+
+
+def _report_stopped(prepared: PreparedRun) -> None:
+    if prepared.cfg.checkpoint.save_checkpoints:
+        print_rank0(f"to resume, repeat the command with --output_dir {prepared.folder}")
+    else:
+        print_rank0("nothing was saved (--no_save_checkpoints): the same command starts from scratch")
 
 
 def _report_model(prepared: PreparedRun, assembly: Assembly) -> None:

@@ -31,7 +31,7 @@ def layer_activations(setup: TrainingSetup) -> float:
     if setup.cfg.model.use_te and setup.model.qk_norm:
         bf16 += 2 * (queries + 2 * keys)
     # Without a gather TE keeps both layouts of the MLP norm's output, 1 byte each.
-    hidden_saved = costs.hidden_bytes_saved + (costs.gathers_rows and setup.layout.tp > 1)
+    hidden_saved = costs.hidden_bytes_saved + setup.gathers_rows
     less = costs.ffn_bytes_saved * s.ffn_hidden_size + hidden_saved * hidden
     less = 0.0 if setup.model.adapters else less * setup.fp8_layer_share
     return setup.tokens * (bf16 - less)

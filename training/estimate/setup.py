@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from fp8_suite.core.recipes import costs_of
 from fp8_suite.te_models.lora.settings import GEMMS, LoraConfig, projection_names
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape, matmul_parameters, projections
@@ -163,6 +164,11 @@ class TrainingSetup:
     def hidden(self) -> float:
         """Hidden values of a token per rank; sequence parallelism splits the tokens between layers' GEMMs."""
         return self.model.shape.hidden_size / self.layout.tp
+
+    @property
+    def gathers_rows(self) -> bool:
+        """True if tensor parallelism gathers FP8 inputs of GEMMs in one layout, which backward transposes."""
+        return self.layout.tp > 1 and costs_of(self.recipe).gathers_rows
 
     @property
     def has_head(self) -> bool:

@@ -104,7 +104,7 @@ def _cast_bytes(setup: TrainingSetup) -> float:
     gradients = 2 * setup.hidden + queries + 2 * keys + 2 * s.ffn_hidden_size
     values = s.num_layers * setup.tokens * (inputs * (2 - setup.share_of("none")) + gradients)
     transposed = 0.0  # of gathered inputs and output gradients of hidden size; their casts write one layout
-    if setup.layout.tp > 1 and costs_of(setup.recipe).gathers_rows:
+    if setup.gathers_rows:
         transposed = s.num_layers * setup.tokens * 4 * (2 * s.hidden_size - setup.hidden)
     # Casts of a weight per micro-batch: one, to both layouts, if it is kept for backward. Under FSDP2 and in
     # torchao's layers forward makes one layout and backward both; a recomputed TE layer makes both twice.
