@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 children = get_context("forkserver")
@@ -94,6 +95,8 @@ def _work_in_child(work: Callable, *arguments: Any) -> None:
     os.setsid()
     gc.freeze()  # A collection would copy the server's memory, page by page.
     gc.enable()
+    # A fork's first call here, or in a new thread, renews torch's pool: two threads at once would fail.
+    torch.set_num_threads(torch.get_num_threads())
     default_signals()
     work(*arguments)
 
