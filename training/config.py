@@ -28,7 +28,6 @@ from fp8_suite.training.parallel.settings import (
 )
 from fp8_suite.training.precision.settings import (
     MAP_SETTINGS,
-    MAX_MARGIN,
     PrecisionConfig,
     parse_moment_dtype,
     parse_precision_map,
@@ -132,8 +131,6 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "fp8_scenario", reason
     if s.fp8_lm_head and s.mixed_precision != "fp8":
         yield "fp8_lm_head", f"this run is in {s.mixed_precision}; drop it, or add --mixed_precision fp8"
-    if s.fp8_margin > MAX_MARGIN:
-        yield "fp8_margin", f"every value would underflow in E4M3; give at most {MAX_MARGIN}"
     by_module = [name for name in MAP_SETTINGS if getattr(s, name)]
     if s.mixed_precision != "fp8" and by_module:
         reason = f"needs --mixed_precision fp8 (here {s.mixed_precision}); choose fp8, or drop it"
@@ -274,6 +271,8 @@ REMOVED_SETTINGS: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("dataset_messages_field", "dataset_prompt_field", "dataset_completion_field"), (None,)),
     "convert_moments": (False, True),
     "fp8_attention": (False,),
+    "fp8_margin": (0,),
+    "fp8_amax_compute_algo": ("max",),
     "cpu_offload": (False,),
     "fp8_weight_cache": (True, False),
     "fused_residuals": (True, False),

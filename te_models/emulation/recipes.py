@@ -68,11 +68,9 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """One scale per tensor, from the maximum or the most recent of the amaxes of past steps."""
+    """One scale per tensor, from the maximum of the amaxes of past steps."""
 
-    margin: int = 0
     amax_history_len: int = 1024
-    amax_compute_algo: Literal["max", "most_recent"] = "max"
 
     casts_float32 = True
 

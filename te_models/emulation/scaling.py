@@ -193,16 +193,13 @@ def update_scales(modules: Iterable[Fp8Module], direction: Direction, group: Any
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group)
     limit = torch.finfo(recipe.fp8_format.dtype("grad" if direction == "scaling_bwd" else "input")).max
-    limit *= 2.0**-recipe.margin
-    history, scale = next_scales(history, amax, scale, limit=limit, algorithm=recipe.amax_compute_algo)
+    history, scale = next_scales(history, amax, scale, limit=limit)
     for state, rows, scales in zip(states, history.split(widths, 1), scale.split(widths), strict=True):
         state.amax_history.copy_(rows)
         state.scale.copy_(scales)
 
 
-def next_scales(
-    history: Tensor, amax: Tensor, scale: Tensor, *, limit: float, algorithm: str
-) -> tuple[Tensor, Tensor]:
+def next_scales(history: Tensor, amax: Tensor, scale: Tensor, *, limit: float) -> tuple[Tensor, Tensor]:
     """Return history [steps, n] and scales [n] after a step with `amax` [n]; scales map amax to `limit`.
 
     As in TE's kernel, row 0 is being recorded, row 1 is the oldest and the last row the most recent. Unused
@@ -211,12 +208,11 @@ def next_scales(
     """
     rolled = history.roll(-1, 0)
     rolled[-1] = amax
-    # The maximum includes the oldest row, which is dropped next.
-    chosen = amax if algorithm == "most_recent" else rolled.amax(0)
+    largest = rolled.amax(0)  # with the oldest row, which is dropped next
     rolled[0] = 0.0
     used = amax != 0
-    computable = used & chosen.isfinite() & (chosen > 0)
-    new = (torch.full_like(chosen, limit) / chosen).clamp(max=FLOAT32_MAX)
+    computable = used & largest.isfinite() & (largest > 0)
+    new = (torch.full_like(largest, limit) / largest).clamp(max=FLOAT32_MAX)
     return torch.where(used, rolled, history), torch.where(computable, new, scale)
 
 

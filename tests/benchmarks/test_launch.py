@@ -27,11 +27,12 @@ def test_no_variant_runs_in_another_recipe_than_its_own():
 
 
 def test_a_value_may_hold_commas(tmp_path):
-    name = "delayed+precision_map=layers.0=bf16,layers.1=bf16+fp8_margin=1"
+    name = "delayed+precision_map=layers.0=bf16,layers.1=bf16+fp8_amax_history_len=1"
     bf16, delayed, block = parse_variants([f"bf16,{name},block"])
     assert (bf16.name, delayed.name, block.name) == ("bf16", name, "block")
     cfg = run_config(delayed.settings, tmp_path / "runs" / delayed.folder_name)
-    assert (cfg.precision.precision_map, cfg.precision.fp8_margin) == ("layers.0=bf16,layers.1=bf16", 1)
+    values = cfg.precision.precision_map, cfg.precision.fp8_amax_history_len
+    assert values == ("layers.0=bf16,layers.1=bf16", 1)
     assert Path(cfg.checkpoint.output_dir).parent == tmp_path / "runs"
 
 

@@ -14,7 +14,7 @@ OTHERS = {"config", "help", "flag", "no"}
 # Flags that only --help explains: their meaning is that of AdamW, of TE or of PyTorch's data loader.
 HELP_ALONE = {
     *("adam_beta1", "adam_epsilon", "eval_batch_size", "num_workers"),
-    *("fp8_amax_compute_algo", "fp8_format", "fp8_margin"),
+    "fp8_format",
 }
 DEVELOPMENT = (ROOT / "docs/development.md").read_text(encoding="utf-8")
 FOLDERS = "benchmarks|configs|core|data|docs|ds_configs|te_models|tests|training"

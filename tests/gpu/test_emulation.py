@@ -224,10 +224,10 @@ def test_layers_match_te(attention, options, name):
     assert max(errors.values()) < (0.01 if name == "bf16" else 0.1)
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_delayed_scaling_state_of_a_linear_matches_te_exactly(algorithm):
+@pytest.mark.parametrize("length", [1, 3])
+def test_delayed_scaling_state_of_a_linear_matches_te_exactly(length):
     """Both backends get the same operands; some steps have amaxes of 0 and infinity."""
-    cfg = PrecisionConfig(fp8_amax_history_len=3, fp8_amax_compute_algo=algorithm, fp8_margin=1)
+    cfg = PrecisionConfig(fp8_amax_history_len=length)
     modules = pair(linear)
     x = torch.randn(256, HIDDEN, device=DEVICE).bfloat16()
     for step, factor in enumerate([1.0, 32.0, 0.0, 0.25, float("inf"), 1e-30, 2.0, 2.0]):

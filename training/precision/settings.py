@@ -11,7 +11,6 @@ from fp8_suite.core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.core.settings import Section, nearest, resumable, setting
 
 RECIPE_SETTINGS = frozenset().union(*(spec.settings for spec in RECIPES.values()))
-MAX_MARGIN = 18  # E4M3 holds 2**-9 to 448: with 19, the largest value of a tensor, 448 / 2**19, becomes zero
 MAP_SETTINGS = ("precision_map", "bf16_first_layers", "bf16_last_layers")  # choose a recipe by module
 MOMENT_DTYPES = ("fp32", "bf16", "fp16", "fp8")
 
@@ -38,12 +37,11 @@ class PrecisionConfig(Section):
     fp8_format: Literal["hybrid", "e4m3"] = setting(
         "hybrid", "FP8 format; hybrid: E4M3 forward, E5M2 backward"
     )
-    fp8_margin: int = setting(0, "delayed scaling: headroom; divide scales by 2**N, N at most 18", minimum=0)
     fp8_amax_history_len: int = setting(
-        1024, "delayed scaling: length of the amax history, in micro-batches", minimum=1, maximum=2**16
-    )
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = setting(
-        "max", "delayed scaling: use the largest or the most recent amax of the history"
+        1024,
+        "delayed scaling: micro-batches whose largest amax gives the scale; 1: only the most recent",
+        minimum=1,
+        maximum=2**16,
     )
     fp8_fast_accumulation: bool = setting(False, "fast accumulation in backward GEMMs too (delayed, current)")
     fp8_fp32_scales: bool = setting(False, "FP32 scales instead of powers of two (rowwise; block on Hopper)")

@@ -68,12 +68,11 @@ def test_a_te_recipe_is_made_emulated_or_refused_with_a_reason(name):
 
 
 def test_every_setting_reaches_the_recipe():
-    values = {"fp8_margin": 3, "fp8_amax_history_len": 7, "fp8_amax_compute_algo": "most_recent"}
-    cfg = settings(**values, fp8_format="e4m3", fp8_fp32_scales=True).precision
+    cfg = settings(fp8_amax_history_len=7, fp8_format="e4m3", fp8_fp32_scales=True).precision
     names = ("delayed", "current", "block")
     delayed, current, block = (te.make_recipe(name, cfg, "emulated") for name in names)
-    assert (delayed.margin, delayed.amax_history_len, delayed.amax_compute_algo) == (3, 7, "most_recent")
-    assert delayed.fp8_format == current.fp8_format == emulated.Format.E4M3 and block.use_f32_scales
+    assert delayed.amax_history_len == 7 and block.use_f32_scales
+    assert delayed.fp8_format == current.fp8_format == emulated.Format.E4M3
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -156,9 +155,7 @@ def test_what_emulated_layers_lack_is_refused(setting):
 
 
 VALUES = {
-    "fp8_margin": 3,
     "fp8_amax_history_len": 16,
-    "fp8_amax_compute_algo": "most_recent",
     "fp8_format": "e4m3",
     "fp8_fast_accumulation": True,
     "fp8_fp32_scales": True,
@@ -177,10 +174,10 @@ def test_a_flag_that_no_recipe_in_use_reads_is_refused(name, recipe):
 
 def test_fp8_flags_in_a_bf16_run_are_warned_about():
     bf16, delayed = Precision("bf16", "bf16"), Precision("delayed", "delayed")
-    cfg = settings(fp8_scenario="delayed", fp8_margin=2)
+    cfg = settings(fp8_scenario="delayed", fp8_amax_history_len=2)
     checks.check_settings(cfg, bf16)
     warning = checks.unused_fp8_flags(cfg, bf16)
-    assert warning.startswith("--fp8_scenario delayed, --fp8_margin 2: not used in bf16;")
+    assert warning.startswith("--fp8_scenario delayed, --fp8_amax_history_len 2: not used in bf16;")
     assert checks.unused_fp8_flags(cfg, delayed) is None and checks.unused_fp8_flags(settings(), bf16) is None
 
 
