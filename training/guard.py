@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -16,6 +16,7 @@ from fp8_suite.training.step import Stack, StepResult
 
 GRAD_NORM_SPIKE_FACTOR = 10  # warn above this multiple of the running median
 MIN_STEPS_FOR_MEDIAN = 20
+MAX_SKIPPED_STEPS = 5  # in a row
 RETRY = (
     "lower --learning_rate or lengthen the warm-up, from the start or from an earlier checkpoint "
     "(--resume RUN/checkpoints/step_N with another --output_dir), or try a more precise recipe"
@@ -44,7 +45,7 @@ class StepGuard:
         """Read the outcomes of all steps, or all but the newest.
 
         Return whether any rank received a stop signal, and whether a save was due on any by time.
-        Raises NonFinite after --max_skipped_steps skipped steps in a row. Those that lower the loss scale of
+        Raises NonFinite after MAX_SKIPPED_STEPS skipped steps in a row. Those that lower the loss scale of
         FP16 do not raise it.
         """
         stop = save = False
@@ -94,7 +95,7 @@ class StepGuard:
         )
         none_applied = not finite and progress.skipped_steps == step == self.stack.total_steps
         failed_in_a_row = progress.skipped_in_a_row - progress.overflows_in_a_row
-        if none_applied or failed_in_a_row >= self.cfg.max_skipped_steps:
+        if none_applied or failed_in_a_row >= MAX_SKIPPED_STEPS:
             raise self._too_many_skipped(step, failed_in_a_row, without_labels=finite)
 
     def _too_many_skipped(self, step: int, in_a_row: int, *, without_labels: bool) -> NonFinite:
@@ -112,19 +113,15 @@ class StepGuard:
                 "no step was ever applied: the weights of --model_name may be damaged; if not, try "
                 "--mixed_precision bf16, or look"
             )
-        return self._error(
-            f"{in_a_row} steps in a row had no {lack} (--max_skipped_steps "
-            f"{self.cfg.max_skipped_steps}); {advice} at the data near step {step}",
-            flags=["max_skipped_steps"],
-        )
+        return self._error(f"{in_a_row} steps in a row had no {lack}; {advice} at the data near step {step}")
 
     def check_final(self, eval_loss: float) -> None:
         """Raise NonFinite if the evaluation of the final weights has no finite loss."""
         if not math.isfinite(eval_loss):
             raise self._error(f"the final weights have eval loss {eval_loss} and are not exported; {RETRY}")
 
-    def _error(self, message: str, flags: Sequence[str] = ()) -> NonFinite:
-        error = NonFinite(message, flags=flags, exit_code=EXIT_FAILED)
+    def _error(self, message: str) -> NonFinite:
+        error = NonFinite(message, exit_code=EXIT_FAILED)
         # Raised on all ranks, so the report names none.
         error.ranks = dict.fromkeys(range(self.stack.strategy.topology.world_size))
         return error

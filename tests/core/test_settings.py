@@ -253,7 +253,7 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
     assert resumable - of_records == {
         *("num_proc", "num_workers", "flash_attention"),
         *("fp8_weights", "gradient_checkpointing", "recompute", "offload_activations"),
-        *("compile", "eval_batch_size", "num_epochs", "max_steps", "max_skipped_steps"),
+        *("compile", "eval_batch_size", "num_epochs", "max_steps"),
         *("sharding_mode", "deepspeed_config", "offload_optimizer", "hsdp_shard_size"),
         *("context_parallel_size", "cp_comm_type", "tensor_parallel_size"),
         *("pipeline_parallel_size", "virtual_stages"),

@@ -340,14 +340,14 @@ def test_loss_and_gradient_must_both_be_finite(spoiled):
 @pytest.mark.parametrize(
     ("calls", "skipped", "stops_at", "message"),
     [
-        ({2, 4, 5, 6, 7}, 0, 6, "3 steps in a row .*--learning_rate"),
-        ({1}, 2, 5, "3 steps in a row"),  # counted across launches
-        (set(range(9)), 0, 3, "weights of --model_name may be damaged"),
+        ({2, *range(4, 12)}, 0, 8, "5 steps in a row .*--learning_rate"),
+        ({1}, 4, 9, "5 steps in a row"),  # counted across launches
+        (set(range(9)), 0, 5, "weights of --model_name may be damaged"),
     ],
 )
 def test_steps_skipped_in_a_row_stop_the_run(calls, skipped, stops_at, message):
     progress = Progress(step=2 * skipped, skipped_steps=skipped, skipped_in_a_row=skipped)
-    made, _ = trainer(total_steps=9, model=Poisoned(calls), progress=progress, max_skipped_steps=3)
+    made, _ = trainer(total_steps=12, model=Poisoned(calls), progress=progress)
     with pytest.raises(NonFinite, match=message):
         made.train()
     assert made.progress.step == stops_at
@@ -366,7 +366,7 @@ def test_steps_that_overflow_lower_the_loss_scale_and_do_not_stop_the_run():
     skips = 8  # follows from the largest gradient
     schedule = {"lr_scheduler": "constant", "num_warmup_steps": 0}
     exact, expected = trainer(total_steps=6, **schedule)
-    fp16 = {"model": ScaledGradient(2000.0), "mixed_precision": "fp16", "max_skipped_steps": 2}
+    fp16 = {"model": ScaledGradient(2000.0), "mixed_precision": "fp16"}
     made, record = trainer(total_steps=6 + skips, **fp16, **schedule)
     exact.train()
     made.train()
@@ -414,12 +414,12 @@ def test_a_run_that_ends_with_skipped_steps_names_the_step_of_its_weights():
 def test_steps_without_label_tokens_are_skipped_and_stop_the_run():
     ids, labels = rows(1)[0]
     unlabeled = [to_batch([(ids, torch.full_like(labels, -100))])]
-    made, record = trainer(unlabeled, total_steps=9, max_skipped_steps=2)
+    made, record = trainer(unlabeled, total_steps=9)
     before = weight(made)
-    with pytest.raises(NonFinite, match="2 steps in a row had no label tokens"):
+    with pytest.raises(NonFinite, match="5 steps in a row had no label tokens"):
         made.train()
-    assert torch.equal(before, weight(made)) and record.series("train/loss") == [0.0]
-    assert made.progress.skipped_steps == 2 and "no label tokens" in record.messages[0]
+    assert torch.equal(before, weight(made)) and record.series("train/loss") == [0.0] * 4
+    assert made.progress.skipped_steps == 5 and "no label tokens" in record.messages[0]
 
 
 @pytest.mark.parametrize(("calls", "value", "spikes"), [({5, 25}, 15.0, [25]), (range(1, 29), 0.0, [])])

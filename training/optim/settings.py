@@ -66,7 +66,6 @@ class OptimConfig(Section):
     max_grad_norm: float = setting(
         1.0, "clip the global gradient norm to this value; 0: no clipping", minimum=0
     )
-    max_skipped_steps: int = resumable(5, "stop after this many consecutive non-finite steps", minimum=1)
     seed: int = setting(
         42, "seed of weight initialization, shuffling and held-out split", minimum=0, maximum=2**32 - 1
     )
