@@ -9,7 +9,7 @@ other code tests for a family's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,36 +60,3 @@ FAMILIES: dict[str, Family] = {
 def head_dim(config: Any) -> int:
     """Return the head size, which some configurations leave to hidden_size / num_attention_heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("vocab_size", "max_position_embeddings"),
-)
-MOST_LAYERS, LARGEST_SIZE = 1000, 2**30
-
-
-def wrong_sizes(fields: Mapping[str, Any]) -> str | None:
-    """Return which size in the fields of a model's config.json is impossible, or None.
-
-    Works for any model type. Fields that are absent, null or lists (one size per layer) are not checked.
-    """
-    is_family = fields.get("model_type") in FAMILIES
-    names = (*SIZES, "head_dim") if is_family else SIZES  # other types use head_dim in their own ways
-    sizes = {name: fields[name] for name in names if not isinstance(fields.get(name), list | None)}
-    for name, size in sizes.items():
-        largest = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
-        if type(size) is not int or not 1 <= size <= largest:
-            return f"{name} is {size!r}, not a whole number from 1 to {largest}"
-    heads, groups, hidden = (
-        sizes.get(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size")
-    )
-    if not (is_family and heads and hidden):
-        return None
-    if groups and heads % groups:
-        return f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({groups})"
-    if "head_dim" not in sizes and hidden % heads:
-        return f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads})"
-    if (size := sizes.get("head_dim") or hidden // heads) % 2:
-        return f"head_dim ({size}) is not even, so RoPE cannot rotate pairs"
-    return None

@@ -16,7 +16,7 @@ from fp8_suite.core.errors import UserError, bad_setting, first_line, one_line
 from fp8_suite.core.gpus import AMPERE
 from fp8_suite.core.hub import require_reachable_hub
 from fp8_suite.core.readers import parse_json
-from fp8_suite.te_models.families import FAMILIES, wrong_sizes
+from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS, require_model
 from fp8_suite.te_models.quantized.reader import METHODS, MODELOPT_FILE
 from fp8_suite.te_models.weights import (
@@ -163,8 +163,6 @@ def _wrong_config(name: str, error: Exception) -> UserError:
 
 def _refuse_untrainable(spec: ModelSpec) -> None:
     name, config = spec.name, spec.config
-    if reason := wrong_sizes(config.get_text_config().to_dict()):
-        raise bad_setting(f"its config.json: {reason}; correct it", model_name=name)
     if auto_class(config, trust_remote_code=spec.trust_remote_code) is None:
         if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
             raise bad_setting(NEEDS_CODE, model_name=name)

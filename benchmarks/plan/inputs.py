@@ -10,7 +10,7 @@ from fp8_suite.core.errors import bad_setting, first_line
 from fp8_suite.core.gpus import Gpu
 from fp8_suite.core.readers import UnreadableFile, read_json
 from fp8_suite.core.settings import AUTO
-from fp8_suite.te_models.families import FAMILIES, Family, wrong_sizes
+from fp8_suite.te_models.families import FAMILIES, Family
 from fp8_suite.te_models.presets import PRESETS, closest_preset
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config
@@ -37,8 +37,6 @@ def read_model(name: str) -> Model:
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise bad_setting(f"cannot plan model type {kind!r}; choose one of {known}", model_name=name)
-    if reason := wrong_sizes(fields):
-        raise bad_setting(f"its config.json: {reason}; correct it", model_name=name)
     family, tied = FAMILIES[kind], bool(fields.get("tie_word_embeddings", False))
     present = {field: value for field, value in fields.items() if value is not None}
     if fields.get("use_sliding_window") is False:  # Qwen's config.json has a window, but it is off
