@@ -9,7 +9,6 @@ other code tests for a family's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,6 @@ class Family:
     qkv_bias: bool = False  # the q, k and v projections have biases
     qk_norm: bool = False  # RMSNorm over each head's q and k, before RoPE
     bias_flags: tuple[str, ...] = ()  # config fields that add biases which TE layers lack
-    uses_window: Callable[[Any], bool] = lambda config: False  # True if some layer uses `sliding_window`
 
     def unsupported(self, config: Any) -> str | None:
         """Return why TE layers cannot represent this configuration, or None."""
@@ -39,21 +37,13 @@ class Family:
             return f"RoPE type {rope!r}: TE layers are built for {', '.join(ROPE_TYPES)}"
         return None
 
-    def window(self, config: Any) -> int | None:
-        """Return the sliding window of some layer in tokens, or None; TE layers have full attention."""
-        return getattr(config, "sliding_window", None) if self.uses_window(config) else None
-
-
-def _has_sliding_layer(config: Any) -> bool:
-    return "sliding_attention" in config.layer_types
-
 
 # Keys are Hugging Face's model_type.
 FAMILIES: dict[str, Family] = {
     "llama": Family(bias_flags=("attention_bias", "mlp_bias")),  # 2, 3, 3.1, 3.2, 3.3
-    "qwen2": Family(qkv_bias=True, uses_window=_has_sliding_layer),  # 2, 2.5
-    "qwen3": Family(qk_norm=True, bias_flags=("attention_bias",), uses_window=_has_sliding_layer),
-    "mistral": Family(uses_window=lambda config: True),  # 7B v0.1 has a window, v0.2 and v0.3 have none
+    "qwen2": Family(qkv_bias=True),  # 2, 2.5
+    "qwen3": Family(qk_norm=True, bias_flags=("attention_bias",)),
+    "mistral": Family(),  # 7B v0.1 has a sliding window, v0.2 and v0.3 have none
 }
 
 

@@ -19,6 +19,7 @@ from fp8_suite.core.readers import parse_json
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS, require_model
 from fp8_suite.te_models.quantized.reader import METHODS, MODELOPT_FILE
+from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.weights import (
     EMBEDDING,
     LM_HEAD,
@@ -198,9 +199,9 @@ def refuse_te(name: str, config: Any, max_seq_length: int | None = None) -> None
 
 def refuse_length(name: str, config: Any, length: int) -> None:
     """Raise UserError if TE layers cannot represent the model's attention in sequences of this length."""
-    window = FAMILIES[config.model_type].window(config)
-    if window is not None and window < length:
-        reason = f"TE layers have no sliding window, and {name} has one of {window} tokens"
+    shape = ModelShape.from_hf_config(config)
+    if not shape.sees_all(length):
+        reason = f"TE layers have no sliding window, and {name} has one of {shape.window} tokens"
         way = "use at most that length, or drop --use_te"
         raise bad_setting(f"{reason}; {way}", max_seq_length=length, use_te=True)
 
