@@ -70,8 +70,7 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
         folder = ranks.iterate_on_rank0(tensors, partial(_write, prepared, name=name, quantizer=quantizer))
         print_rank0(f"exported to {folder}")
         if quantizer:
-            kv_heads = getattr(prepared.resolved.model.config, "num_key_value_heads", None)
-            print_rank0(quantizer.describe(kv_heads))
+            print_rank0(quantizer.describe())
     if adapters:
         print_rank0(f"adapter for peft: {ranks.run_on_rank0(lambda: _write_adapter(prepared, adapters))}")
         if prepared.resolved.model.weights is None:

@@ -89,31 +89,13 @@ def fp8_weights(shapes: Mapping[str, Sequence[int]], form: Form, bf16: Collectio
     return {name for name, module in modules.items() if module not in excluded}
 
 
-# The dimension of a weight that tensor parallelism divides.
-DIVIDED = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
-
-
-def unshardable(shapes: Mapping[str, Sequence[int]], kv_heads: int | None) -> list[int]:
-    """Return the numbers of GPUs over which vLLM cannot divide FP8 weights in blocks.
-
-    Each part needs a multiple of 128 rows or columns. Every GPU has at least one of the `kv_heads`.
-    """
-
-    def divides(name: str, shape: Sequence[int], gpus: int) -> bool:
-        leaf = name.split(".")[-2]
-        parts = min(gpus, kv_heads or gpus) if leaf in ("k_proj", "v_proj") else gpus
-        return leaf not in DIVIDED or shape[DIVIDED[leaf]] % (parts * BLOCK) == 0
-
-    return [n for n in (2, 4, 8) if not all(divides(name, shape, n) for name, shape in shapes.items())]
-
-
 class Quantizer:
     """Quantizes the tensors of a model as they pass, and remembers what it did for config.json."""
 
     def __init__(self, form: Form, bf16: Collection[str] = ()):
         """`bf16`: names of linear modules to keep in BF16."""
         self.form, self.bf16 = form, bf16
-        self.shapes: dict[str, list[int]] = {}  # of weights in FP8
+        self.names: list[str] = []  # of weights in FP8
         self.kept = {"lm_head": None}  # modules with matrices in BF16, in order; also if tied
 
     def quantize(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -127,7 +109,7 @@ class Quantizer:
             for name in list(layer):
                 tensor, module = layer.pop(name), name.rpartition(".")[0]
                 if name in chosen:
-                    self.shapes[name] = list(tensor.shape)
+                    self.names.append(name)
                     values, scales = self.form.quantize(tensor.float())
                     yield name, values
                     yield f"{module}.{self.form.scale_name}", scales
@@ -140,10 +122,6 @@ class Quantizer:
         """The `quantization_config` of config.json."""
         return self.form.config | {self.form.kept_field: list(self.kept)}
 
-    def describe(self, kv_heads: int | None) -> str:
-        """Return, for the user, how many weights are in FP8, and how vLLM cannot serve them."""
-        text = f"{len(self.shapes)} linear weights are in FP8"
-        if self.form is FORMS["block"] and (gpus := unshardable(self.shapes, kv_heads)):
-            numbers = ", ".join(map(str, gpus))
-            text += f"; vLLM cannot divide it over {numbers} GPUs: a part would be no multiple of {BLOCK}"
-        return text
+    def describe(self) -> str:
+        """Return, for the user, how many weights are in FP8."""
+        return f"{len(self.names)} linear weights are in FP8"

@@ -8,7 +8,6 @@ from fp8_suite.te_models.quantized.forms import (
     fp8_weights,
     quantize_blocks,
     quantize_channels,
-    unshardable,
 )
 from fp8_suite.te_models.quantized.reader import ROW, SQUARE, dequantize
 
@@ -98,20 +97,3 @@ def test_gemms_that_vllm_fuses_have_one_precision(sizes, bf16, kept):
     chosen = fp8_weights(shapes | OTHERS, FORMS["block"], bf16)
     assert {name.split(".")[-2] for name in shapes.keys() - chosen} == set(kept.split())
     assert chosen <= shapes.keys()
-
-
-@pytest.mark.parametrize(
-    ("kv", "mlp", "refused"),
-    [
-        ((1024, 8), 14336, []),  # Llama 3.1 8B
-        ((512, 4), 18944, [8]),  # Qwen2.5 7B: 148 blocks
-        ((128, 2), 4864, [2, 4, 8]),  # Qwen2.5 0.5B: heads of 64
-    ],
-)
-def test_numbers_of_gpus_that_vllm_refuses(kv, mlp, refused):
-    size, heads = kv
-    shapes = layer(q_proj=(4096, 4096), o_proj=(4096, 4096), k_proj=(size, 4096), v_proj=(size, 4096))
-    shapes = {name: shape for name, shape in shapes.items() if "mlp" not in name} | {
-        "model.layers.0.mlp.down_proj.weight": (4096, mlp)
-    }
-    assert unshardable(shapes, heads) == refused

@@ -51,7 +51,7 @@ def quantize_export(source: str, folder: Path, form: Form) -> str:
         write_shards(partial, quantized())
         config = read_json(partial / "config.json") | {"quantization_config": quantizer.config}
         write_json(partial / "config.json", config)
-    return quantizer.describe(config.get("num_key_value_heads"))
+    return quantizer.describe()
 
 
 def main(argv: list[str] | None = None) -> int:
