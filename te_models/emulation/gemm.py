@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from fp8_suite.core.patches import BF16_MATMUL_ON_CPU
-from fp8_suite.te_models.emulation.casts import Quantized, amax_of, widen
+from fp8_suite.te_models.emulation.casts import Quantized, amax_of
 from fp8_suite.te_models.emulation.scaling import Gemm
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 def multiply(a: Quantized, b: Quantized, *, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
     """Return a @ b, [M, K] x [K, N], in float32 regardless of torch.autocast; operands may be transposed."""
-    left, right = (widen(x.data) if x.block is None else x.dequantize() for x in (a, b))
+    left, right = (x.data.float() if x.block is None else x.dequantize() for x in (a, b))
     left, right = left.T if transpose_a else left, right.T if transpose_b else right
     fits_bfloat16, device = a.fits_bfloat16 and b.fits_bfloat16, left.device.type
     # A CPU's BF16 units multiply FP8 and BF16 values exactly, and accumulate in float32.
