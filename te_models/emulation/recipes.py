@@ -3,6 +3,8 @@
 A linear layer runs three GEMMs: y = x W^T, dx = dy W (dgrad), dW = dy^T x (wgrad). Two of them read each
 operand and contract different dimensions, so recipes with block scales quantize it along each dimension.
 
+NVFP4 is not emulated: it rounds stochastically, with the GPU's random numbers.
+
 TE fuses norm and SwiGLU with the following cast. Delayed scaling casts their float32 results. The other
 recipes cast results rounded to BF16, but current scaling computes SwiGLU's amax before the rounding
 (TE 2.20: rmsnorm_fwd, activation_helper and their kernels).
@@ -114,9 +116,3 @@ class MXFP8BlockScaling(Recipe):
 
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
         return lambda dim: cast_mx(x, self.fp8_format.dtype(kind), dim=dim)
-
-
-# TE's class -> why it is missing here.
-NOT_EMULATED = {
-    "NVFP4BlockScaling": "NVFP4 uses stochastic rounding with the GPU's random numbers, which is not emulated"
-}

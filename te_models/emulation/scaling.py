@@ -34,13 +34,6 @@ class DelayedState:
         self.scale = torch.ones(tensors, device=device, dtype=torch.float32)
         self.amax_history = torch.zeros(steps, tensors, device=device, dtype=torch.float32)
 
-    def resize(self, steps: int) -> None:
-        """Change the length of the history; as in TE, keep the first rows and pad with zeros."""
-        length, tensors = self.amax_history.shape
-        if steps != length:  # otherwise keep the tensor, which earlier passes still write to
-            rows = self.amax_history[:steps]
-            self.amax_history = torch.cat([rows, rows.new_zeros(max(0, steps - length), tensors)])
-
 
 @dataclass
 class Gemm:
@@ -126,9 +119,7 @@ class Fp8Module(nn.Module):
         for direction, tensors in TENSORS.items():
             if not isinstance(recipe, DelayedScaling):
                 self.fp8_meta.pop(direction, None)
-            elif direction in self.fp8_meta:
-                self.fp8_meta[direction].resize(recipe.amax_history_len)
-            else:
+            elif direction not in self.fp8_meta:
                 state = DelayedState(tensors * self.num_gemms, recipe.amax_history_len, device)
                 self.fp8_meta[direction] = state
         return recipe

@@ -153,10 +153,7 @@ def test_state_has_tes_names_and_shapes():
     # Column 2 of a GEMM is its output, which is not quantized; attention has unused state.
     assert state["self_attention.proj.scaling_fwd.amax_history"][:, 2].count_nonzero() == 0
     assert state["self_attention.core_attention.scaling_fwd.scale"].tolist() == [1.0] * 9
-    # Changing the history length keeps the state; changing the recipe drops it.
-    with te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=7)):
-        module(inputs(0), rotary_pos_emb=rope())
-    assert scaling_state(module)["layernorm_mlp.scaling_bwd.amax_history"].shape == (7, 4)
+    # Changing the recipe drops the state.
     with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
         module(inputs(0), rotary_pos_emb=rope())
     assert scaling_state(module) == {}

@@ -149,10 +149,9 @@ def recipe_or_fallback(requested: str, flag: str, cfg: Config, backend: Backend)
 
 
 def why_not(name: str, backend: Backend = "native") -> str | None:
-    """Return why a recipe cannot run on this machine, in TE's words or the emulation's, or None."""
+    """Return why a recipe cannot run on this machine, in TE's words, or None."""
     if backend == "emulated":
-        emulated, te_class = te_recipes(backend), RECIPES[name].te_class
-        return None if hasattr(emulated, te_class) else emulated.NOT_EMULATED.get(te_class, "not emulated")
+        return None if hasattr(te_recipes(backend), RECIPES[name].te_class) else "it is not emulated"
     if reason := why_not_te():
         return reason
     available, reason = getattr(te_module(backend), RECIPES[name].probe)(return_reason=True)
