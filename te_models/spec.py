@@ -15,7 +15,6 @@ import xxhash
 from fp8_suite.core.errors import UserError, bad_setting, first_line, one_line
 from fp8_suite.core.gpus import AMPERE
 from fp8_suite.core.hub import require_reachable_hub
-from fp8_suite.core.readers import parse_json
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS, require_model
 from fp8_suite.te_models.quantized.reader import METHODS, MODELOPT_FILE
@@ -129,7 +128,6 @@ def _read_config(name: str, *, random: bool, trust_remote_code: bool) -> Any:
         raise bad_setting(f"this is a run folder; give its exported model, {exports}", model_name=name)
     if Path(name, "adapter_config.json").exists() and not Path(name, "config.json").exists():
         raise bad_setting("this has adapters only; give a merged model, such as RUN/export", model_name=name)
-    _refuse_damaged_json(Path(name, "config.json"))
     try:
         require_reachable_hub(name, ("config.json",))
         fields, _ = PretrainedConfig.get_config_dict(name)
@@ -146,16 +144,6 @@ def _read_config(name: str, *, random: bool, trust_remote_code: bool) -> Any:
     except Exception as error:  # fields with wrong names or types raise errors of many types
         raise _wrong_config(name, error) from error
     raise bad_setting(NEEDS_CODE, model_name=name)
-
-
-def _refuse_damaged_json(file: Path) -> None:
-    """Raise UserError with the reason if transformers cannot parse this file; it may be absent."""
-    try:
-        parse_json(file.read_text(encoding="utf-8"))
-    except OSError:
-        return
-    except ValueError as error:
-        raise bad_setting(f"its config.json: {error}; correct it", model_name=file.parent) from None
 
 
 def _wrong_config(name: str, error: Exception) -> UserError:
@@ -176,12 +164,6 @@ def _refuse_untrainable(spec: ModelSpec) -> None:
             on_meta(spec)
         except Exception as error:
             raise _wrong_config(name, error) from error
-    if getattr(config.get_text_config(), "is_causal", True) is False:
-        raise bad_setting(
-            "is_causal is false in its config.json, so tokens would see the next tokens that they predict; "
-            "use a causal model, or remove that line",
-            model_name=name,
-        )
     if spec.quantization and (method := spec.quantization.get("quant_method")) not in METHODS:
         reason = f"its weights are quantized by {method}; give the original model, or one in FP8"
         raise bad_setting(reason, model_name=name)
