@@ -31,6 +31,7 @@ from fp8_suite.te_models.weights import (
     WeightSource,
     fill_named,
     load_te,
+    missing_weights,
     other_shape,
     te_to_hf,
     weight_files,
@@ -158,12 +159,8 @@ def _from_files(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
         raise bad_setting(f"{reason}; {way}", model_name=spec.weights) from error
     for key, stored, expected in info["mismatched_keys"]:
         raise other_shape(spec.name, key, stored, expected)
-    if missing := set(info["missing_keys"]):
-        raise bad_setting(
-            f"the weights lack {', '.join(sorted(missing))}; give a complete model (transformers would "
-            "initialize them at random)",
-            model_name=spec.name,
-        )
+    if missing := info["missing_keys"]:
+        raise missing_weights(spec.name, missing)
     return model
 
 

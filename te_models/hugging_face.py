@@ -54,16 +54,11 @@ class HFCausalLM(nn.Module):
     ):
         super().__init__()
         self.model = model
-        self.known_family = known_family
+        self.known_family = self.uses_all_parameters = known_family
         self.fp8_lm_head = False
         # Reason that transformers' own attention runs; None if `packed_attention` runs.
         self.attention_fallback: str | None = None
         self._enable_recomputation(recompute, reentrant)
-
-    @property
-    def uses_all_parameters(self) -> bool:
-        """True if every parameter gets a gradient from any text."""
-        return self.known_family
 
     def _enable_recomputation(self, recompute: str, reentrant: bool) -> None:
         """Recompute whole layers (`layer`, `full`) or MLPs (`mlp`) through torch's checkpoint."""

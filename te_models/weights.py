@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -111,6 +111,11 @@ def other_shape(model_name: str, key: str, stored: Sequence[int], expected: Sequ
     return bad_setting(reason, model_name=model_name)
 
 
+def missing_weights(model_name: str, names: Iterable[str]) -> UserError:
+    """Return the error for tensors that the weights lack."""
+    return bad_setting(f"the weights lack {', '.join(sorted(names))}; {COMPLETE}", model_name=model_name)
+
+
 class WeightSource(ABC):
     """Weights by Hugging Face name; `name` identifies the source in errors."""
 
@@ -134,8 +139,7 @@ class WeightSource(ABC):
         """Raise UserError unless names and shapes match; weights in `optional` may be present too."""
         available = self.shapes()
         if missing := shapes.keys() - available.keys():
-            reason = f"the weights lack {', '.join(sorted(missing))}; {COMPLETE}"
-            raise bad_setting(reason, model_name=self.name)
+            raise missing_weights(self.name, missing)
         if unused := available.keys() - shapes.keys() - {*optional}:
             reason = f"its TE layers have no place for {', '.join(sorted(unused))}; drop --use_te"
             raise bad_setting(reason, model_name=self.name)

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from fp8_suite.data.collate import IGNORE
 from fp8_suite.te_models.settings import CHUNK_BYTES
 from torch import Tensor
-
-IGNORE = -100  # torch's ignore_index; the same as `data.collate.IGNORE`
 
 
 class TokenLoss(NamedTuple):
