@@ -113,8 +113,7 @@ def _build_model(
         kernels=prepared.kernels,
         native=NativeOptions(
             cache_fp8_weights=precision.fp8 and setup.caches_fp8_weights,
-            fuse_gradient_sums=strategy.fuses_wgrad_accumulation(setup.optimizer.kind)
-            and not cfg.lora.enabled,
+            fuse_gradient_sums=setup.fuses_gradient_sums,
             weight_recipe=precision.te_recipe if setup.gathers_fp8 and not torchao else None,
             frozen_recipe=precision.te_recipe if cfg.lora.enabled and cfg.precision.fp8_weights else None,
         ),

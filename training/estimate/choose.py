@@ -154,8 +154,6 @@ def _fixed_mode(cfg: Config) -> str | None:
                 "train_multi_gpu.py with torchrun"
             )
         return "single"
-    if mode == AUTO and 1 < cfg.sharding.pipeline_parallel_size == ranks.world_size():
-        return "ddp"  # one pipeline has nothing to shard over
     return None if mode == AUTO else mode
 
 

@@ -91,10 +91,8 @@ def new_gradients(setup: TrainingSetup) -> float:
     TE's GEMMs add to the sums of micro-batches in place; under FSDP2 the QKV projection's do not (see
     `training.optim.accumulation`).
     """
-    model, s, engine = setup.model, setup.model.shape, setup.mode_spec.engine
-    in_place = {"fsdp": not setup.gathers_fp8, "ddp": setup.exchanges_sums, "none": True}.get(engine, False)
-    in_place &= setup.accumulation > 1 and setup.cfg.model.use_te and setup.optimizer.kind == "fused_adamw"
-    if not in_place:
+    model, s = setup.model, setup.model.shape
+    if not setup.fuses_gradient_sums:
         return model.gradients(model.block_weights)
     qkv = s.hidden_size * (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
     return model.gradients(qkv) if setup.fsdp else 0.0

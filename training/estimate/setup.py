@@ -125,6 +125,16 @@ class TrainingSetup:
         return self.mode_spec.engine == "ddp" and in_fp32 and self.accumulation > 1
 
     @property
+    def fuses_gradient_sums(self) -> bool:
+        """True if TE's wgrad GEMMs add to the sums of micro-batches (`training.optim.accumulation`)."""
+        if self.accumulation == 1 or not self.cfg.model.use_te or self.cfg.lora.enabled:
+            return False
+        if self.fsdp:
+            return not self.gathers_fp8
+        in_buckets = self.mode_spec.engine == "ddp" and self.layout.pp == 1 and not self.exchanges_sums
+        return self.optimizer.kind == "fused_adamw" and not in_buckets
+
+    @property
     def accumulates_in_zero1(self) -> bool:
         """True for ZeRO 1 with accumulation: DeepSpeed then keeps unsharded FP32 gradients on every GPU."""
         return self.mode_spec.stage == 1 and self.accumulation > 1

@@ -86,9 +86,6 @@ class FSDP(Strategy):
                     fp8_all_gather=True,
                 )
 
-    def fuses_wgrad_accumulation(self, optimizer_kind: str) -> bool:
-        return self.accumulates and not self.gathers_fp8
-
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         if self.accumulates:
             self.gradient_sums = FSDPMainGradAccumulator(model, self.sum_dtype)

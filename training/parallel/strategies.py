@@ -70,10 +70,6 @@ class Strategy:
         """True if gradients travel between ranks in FP8."""
         return self.reduce_dtype == "fp8"
 
-    def fuses_wgrad_accumulation(self, optimizer_kind: str) -> bool:
-        """True if TE's wgrad GEMMs may accumulate into `main_grad`. Takes `OptimizerSpec.kind`."""
-        return self.accumulates and optimizer_kind == "fused_adamw"
-
     def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
         """Shard `model` in place before its weights are read. It may be on the meta device."""
 
@@ -212,9 +208,6 @@ class DDP(Strategy):
     def __init__(self, mode: str, device: torch.device, cfg: Config):
         super().__init__(mode, device, cfg)
         self.sums_in_fp32 = self.accumulates and self.sum_dtype == torch.float32
-
-    def fuses_wgrad_accumulation(self, optimizer_kind: str) -> bool:
-        return self.sums_in_fp32 and optimizer_kind == "fused_adamw"
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         has_low_precision = any(p.dtype != torch.float32 for p in model.parameters())

@@ -131,3 +131,22 @@ def test_gemms_add_to_the_sums_of_micro_batches_in_place(mode, micro_batches, sh
     setup = setup_of(mode=mode, gpus=1 + 7 * (mode != "single"), gradient_accumulation_steps=micro_batches)
     added = memory.start_of_backward(setup)["gradients"] - memory.at_loss(setup)["gradients"]
     assert added == pytest.approx(2 * share * 218_103_808, rel=0.02)  # QKV has 25 of a layer's 218 M
+
+
+IN_FP8 = {"fp8_scenario": "current", "fp8_all_gather": True, "sharding_mode": "fsdp_full"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "optimizer", "settings", "fuses"),
+    [
+        ("ds_zero2", ZERO, {}, False),
+        ("ddp", FUSED, {"grad_reduce_dtype": "bf16"}, False),  # DDP's buckets are the sums
+        ("ddp", FUSED, {"grad_reduce_dtype": "bf16", "pipeline_parallel_size": 2}, True),  # has no buckets
+        ("fsdp_full", FUSED, {"grad_reduce_dtype": "bf16"}, True),
+        ("fsdp_full", FUSED, IN_FP8, False),
+        ("single", FUSED, {"use_te": False}, False),
+    ],
+)
+def test_gemms_add_to_the_sums_unless_these_are_elsewhere(mode, optimizer, settings, fuses):
+    settings = {"gradient_accumulation_steps": 8, "mixed_precision": "fp8"} | settings
+    assert setup_of(mode=mode, gpus=8, optimizer=optimizer, **settings).fuses_gradient_sums == fuses
