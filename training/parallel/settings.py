@@ -120,13 +120,8 @@ class ShardingConfig(Section):
         needed = prod(sizes.values())
         if ranks % needed == 0:
             return ranks // needed
-        if len(sizes) > 1:
-            reason = f"need a multiple of {needed} ranks, not {ranks}; start as many, or use smaller sizes"
-            raise bad_setting(reason, **sizes)
-        fitting = [n for n in range(2, ranks + 1) if ranks % n == 0]
-        numbers = f"use {' or '.join(map(str, fitting))}"
-        way_out = numbers if fitting else "use 1, or start several with torchrun"
-        raise bad_setting(f"does not divide {counted(ranks, 'rank')}; {way_out}", **sizes)
+        reason = f"needs a multiple of {needed} ranks, not {ranks}; start as many, or use smaller sizes"
+        raise bad_setting(reason, **sizes)
 
     def shard_size(self, gpus: int, gpus_per_node: int) -> int:
         """Return the ranks that share one copy of the model under hsdp. UserError if they cannot."""
