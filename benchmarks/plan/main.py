@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from fp8_suite.benchmarks.plan.layouts import best_layouts, layout_flags, layouts_table
 from fp8_suite.benchmarks.plan.limits import limits_table
 from fp8_suite.benchmarks.plan.predict import Plan, alternatives, make_plan
-from fp8_suite.benchmarks.records.launch import command_parser
+from fp8_suite.benchmarks.records.launch import command_parser, run_command
 from fp8_suite.benchmarks.records.variants import given_settings, split_flags
 from fp8_suite.benchmarks.report.tables import markdown
 from fp8_suite.core.errors import UserError, bad_setting, counted
@@ -308,11 +306,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the plan and return the exit code: 2 for a bad setting."""
-    try:
-        print(run(sys.argv[1:] if argv is None else argv), flush=True)
-    except BrokenPipeError:  # a reader such as `head` closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_command(_print_plan, argv)
+
+
+def _print_plan(argv: list[str]) -> int:
+    print(run(argv), flush=True)
     return 0

@@ -72,6 +72,9 @@ def run_command(work: Callable[[list[str]], int], argv: list[str] | None) -> int
     except KeyboardInterrupt as stop:
         print(f"{str(stop) or 'interrupted'}; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # a reader such as `head` closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", EXIT_BAD_SETTING)
