@@ -52,13 +52,6 @@ WAYS_OUT: tuple[Changes, ...] = (
     OFFLOADED_STATE | {"fp8_weights": True} | OFFLOADED_ACTIVATIONS,
     OFFLOADED_STATE | OFFLOADED_ACTIVATIONS,
 )
-# The same for host memory.
-HOST_WAYS_OUT: tuple[Changes, ...] = (
-    {"moment_dtype": "fp8"},
-    {"fp8_weights": False},
-    FULLY_SHARDED,
-    {"recompute": "full"},
-)
 CONTEXT_SIZES = (2, 4, 8)  # ranks that share a sequence, also without a change of numerics
 FACTORS = tuple(2**power for power in range(1, 11))  # more GPUs, or shorter sequences
 SHORTEST = 128  # tokens of a sequence that advice names
@@ -100,7 +93,8 @@ def _shortage(sizing: Sizing) -> str:
 def way_out(sizing: Sizing) -> str:
     """Return the first way out that fits: settings of the table, more GPUs, or shorter sequences."""
     for changes, gpus in _ways_out(sizing):
-        if candidate := _fitting(sizing, changes, gpus):
+        candidate = resized(sizing, changes, gpus)
+        if candidate and candidate.fits and fits_host(candidate.chosen):
             more = f"{gpus} GPUs" if gpus != sizing.requested.gpus else ""
             flags = describe(sizing.requested, changes)
             needed = f"{(candidate.needed or resident_state(candidate.chosen)) / 1e9:.1f} GB"
@@ -108,12 +102,6 @@ def way_out(sizing: Sizing) -> str:
                 needed += f", and {host / 1e9:.0f} GB of host memory"
             return f"use {' with '.join(filter(None, [more, flags]))} ({needed})"
     return "use a smaller model"
-
-
-def _fitting(sizing: Sizing, changes: Changes, gpus: int = 0) -> Sizing | None:
-    """Return the sizing with other settings or GPUs if it fits on GPU and host, else None."""
-    candidate = resized(sizing, changes, gpus)
-    return candidate if candidate and candidate.fits and fits_host(candidate.chosen) else None
 
 
 def _ways_out(sizing: Sizing) -> Iterator[tuple[Changes, int]]:
@@ -200,14 +188,9 @@ def refuse_small_host(sizing: Sizing) -> None:
         return
     names = [n for n in ("offload_optimizer", "offload_activations") if setup.cfg.to_dict()[n]]
     flags = dict.fromkeys(names, True) or {"sharding_mode": setup.mode}
-    way = "use more nodes" if setup.gpus > 1 else "drop it"
-    for changes in HOST_WAYS_OUT:
-        if candidate := _fitting(sizing, changes):
-            needed = offloaded_bytes(candidate.chosen) / 1e9
-            way = f"use {describe(sizing.requested, changes)} ({needed:.0f} GB)"
-            break
     raise bad_setting(
         f"needs {offloaded_bytes(setup) / 1e9:.0f} GB of host memory per node, which has "
-        f"{host_capacity(setup) / 1e9:.0f} GB beside what its processes need; {way}",
+        f"{host_capacity(setup) / 1e9:.0f} GB beside what its processes need; drop it, or use --moment_dtype "
+        "fp8, --recompute full, more sharding or more nodes",
         **flags,
     )

@@ -103,20 +103,20 @@ def test_nothing_fits():
     assert advice.way_out(sized(4, 70.0, "ddp", 8, **AUTO)) == "use a smaller model"
 
 
-# 10 bytes a parameter for each copy of the state: GB per node, and the way out with 100 GB.
+# 10 bytes a parameter for each copy of the state: GB per node, of 100.
 @pytest.mark.parametrize(
-    ("where", "settings", "needed", "way_out"),
+    ("where", "settings", "needed"),
     [
-        ((13.0, "single"), {}, 130, "use --moment_dtype fp8 (52 GB)"),
-        ((13.0, "single"), {"moment_dtype": "fp8", "offload_optimizer": True}, 52, None),
-        ((40.0, "fsdp_full", 8), {}, 400, "use more nodes"),
-        ((40.0, "fsdp_grad", 32), {}, 100, None),
-        ((4.0, "ddp", 16), {"moment_dtype": "fp8"}, 129, "use --sharding_mode fsdp_full (8 GB)"),
-        ((8.0, "ds_zero3_offload", 16), {}, 128, "use more nodes"),
-        ((4.0, "ds_zero3_offload", 8, 8), {"save_checkpoints": False}, 80, None),
+        ((13.0, "single"), {}, 130),
+        ((13.0, "single"), {"moment_dtype": "fp8", "offload_optimizer": True}, 52),
+        ((40.0, "fsdp_full", 8), {}, 400),
+        ((40.0, "fsdp_grad", 32), {}, 100),
+        ((4.0, "ddp", 16), {"moment_dtype": "fp8"}, 129),
+        ((8.0, "ds_zero3_offload", 16), {}, 128),
+        ((4.0, "ds_zero3_offload", 8, 8), {"save_checkpoints": False}, 80),
     ],
 )
-def test_a_host_too_small_for_offloaded_state_is_refused(where, settings, needed, way_out, monkeypatch):
+def test_a_host_too_small_for_offloaded_state_is_refused(where, settings, needed, monkeypatch):
     monkeypatch.setattr(advice, "host_capacity", lambda setup: 100e9)
     deepspeed = where[1].startswith("ds")
     optimizer = replace(ZERO if deepspeed else OFFLOADED)
@@ -127,9 +127,9 @@ def test_a_host_too_small_for_offloaded_state_is_refused(where, settings, needed
     setup = setup_of(*where[:3], optimizer=optimizer, shape=False, **flags | settings)
     assert memory.offloaded_bytes(setup) / 1e9 == pytest.approx(needed, abs=0.5)
     sizing = unpredicted_sizes(setup, 5e9 if deepspeed else 1e12)
-    if way_out is None:
+    if needed <= 100:
         return advice.refuse_small_host(sizing)
-    with pytest.raises(UserError, match=re.escape(f"; {way_out}") + "$") as error:
+    with pytest.raises(UserError) as error:
         advice.refuse_small_host(sizing)
     assert error.value.flags == {"sharding_mode" if deepspeed else "offload_optimizer"}
 
@@ -141,7 +141,7 @@ def test_a_host_too_small_for_activations_is_refused(monkeypatch):
     monkeypatch.setattr(advice, "host_capacity", lambda setup: 64 * 2**30)
     advice.refuse_small_host(sizing)
     monkeypatch.setattr(advice, "host_capacity", lambda setup: 64 * 2**30 - 1)
-    with pytest.raises(UserError, match=r"needs 69 GB .* has 69 GB beside .*; use --recompute full") as error:
+    with pytest.raises(UserError, match=r"needs 69 GB .* has 69 GB beside") as error:
         advice.refuse_small_host(sizing)
     assert error.value.flags == {"offload_activations"}
     padded = config_from_dict(sizing.chosen.cfg.to_dict() | {"packing": False})
