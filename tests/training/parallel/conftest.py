@@ -1,11 +1,17 @@
 """Runs that several tests compare with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.training.parallel import jobs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_left() -> Iterator[None]:
+    yield
+    jobs.children.close()
 
 
 @pytest.fixture(scope="module")

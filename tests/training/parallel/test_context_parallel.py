@@ -1,6 +1,6 @@
 """Whole runs with context parallelism over gloo on the CPU, with emulated TE layers, against one rank."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,12 +22,6 @@ preload(__name__)
 TE = "--use_te --max_steps 4 --max_seq_length 256 --mixed_precision"
 SHARED = "--context_parallel_size 2 --sharding_mode"
 FP8 = f"{TE} fp8 --fp8_scenario"
-
-
-@pytest.fixture(autouse=True)
-def no_process_left() -> Iterator[None]:
-    yield
-    jobs.children.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -34,12 +34,6 @@ from tests.training.parallel import jobs
 from tests.training.parallel.jobs import HERE, Job, delay, last_checkpoint, refused, start, summary, train
 
 preload(__name__)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_process_left() -> Iterator[None]:
-    yield
-    jobs.children.close()
 
 
 # Ranks that fail, die or stall
@@ -131,7 +125,7 @@ PATCHES: dict[str, tuple[str, Callable[[int], None]]] = {
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory, no_process_left) -> dict[str, Job]:
+def faulty(tmp_path_factory) -> dict[str, Job]:
     """Jobs with one fault each. They mostly wait, so they are all started at once."""
     folder = tmp_path_factory.mktemp("faulty")
     return {

@@ -2,11 +2,9 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from functools import partial
 from itertools import count
 
-import pytest
 from fp8_suite.training.checkpoint import store
 from fp8_suite.training.checkpoint.staging import Stager
 
@@ -22,12 +20,6 @@ PLACES = {  # where the second save of a launch dies, and the checkpoint that is
     "publishing": (store, "publish", 6),
 }
 FLAGS = "--max_steps 8 --save_interval 2 --no_export --mixed_precision bf16 --sharding_mode fsdp_full"
-
-
-@pytest.fixture(autouse=True)
-def no_process_left() -> Iterator[None]:
-    yield
-    jobs.children.close()
 
 
 def die_in(place: str, rank: int) -> None:

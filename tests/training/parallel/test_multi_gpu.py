@@ -8,7 +8,7 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,12 +55,6 @@ from tests.training.parallel.jobs import (
 )
 
 preload(__name__)
-
-
-@pytest.fixture(autouse=True)
-def no_process_left() -> Iterator[None]:
-    yield
-    jobs.children.close()
 
 
 # The same run on any number of ranks, in any mode

@@ -1,7 +1,7 @@
 """Whole runs with pipeline parallelism over gloo on the CPU, with emulated TE layers, against one rank."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partialmethod
 from itertools import chain
@@ -33,12 +33,6 @@ TE = "--use_te --max_seq_length 128 --batch_size 1 --gradient_accumulation_steps
 FP8 = f"{TE} fp8 --max_steps 4 --fp8_scenario"
 UNCLIPPED = "--max_grad_norm 0"
 PP = "--pipeline_parallel_size 2"
-
-
-@pytest.fixture(autouse=True)
-def no_process_left() -> Iterator[None]:
-    yield
-    jobs.children.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Whole runs with tensor parallelism over gloo on the CPU, with emulated TE layers, against one rank."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,12 +27,6 @@ TP = "--tensor_parallel_size 2 --sharding_mode"
 FP8 = f"{TE} fp8 --fp8_scenario"
 HEAD = "--fp8_lm_head"
 UNTIED = "--model_name untied --init random --tokenizer_name demo"
-
-
-@pytest.fixture(autouse=True)
-def no_process_left() -> Iterator[None]:
-    yield
-    jobs.children.close()
 
 
 @pytest.fixture(scope="module")
