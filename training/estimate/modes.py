@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from fp8_suite.core.settings import AUTO
@@ -12,10 +13,9 @@ from fp8_suite.training.estimate.sizes import choose_sizes, why_unpredicted, wit
 
 # From this many parameters on, sharding the optimizer step saves more time than gathering weights costs.
 LARGE_MODEL = 2 * 10**9
-# Fractions of a GPU's memory for weights, gradients and optimizer state. The rest is for activations, FP8
-# copies and NCCL. In fsdp_full, the last mode that `auto` chooses, activations still fit into a quarter with
-# --gradient_checkpointing.
-STATE_SHARE, LARGEST_STATE_SHARE = 0.6, 0.75
+# Fraction of a GPU's memory for weights, gradients and optimizer state. The rest is for activations, FP8
+# copies and NCCL. fsdp_full, the last mode that `auto` chooses, may take more.
+STATE_SHARE = 0.6
 
 
 def make_setup(
@@ -80,21 +80,12 @@ def choose_mode(request: TrainingSetup, free: float | None, *, predicted: bool =
 def _choose_by_state(setup: TrainingSetup, free: float, modes: list[str]) -> tuple[str, str]:
     """Return the fastest mode whose weights, gradients and optimizer state fit, and the reason."""
     needed = {mode: _resident_bytes(replace(setup, mode=mode)) for mode in modes}
-    unsharded, limit, last_limit = needed["ddp"], STATE_SHARE * free, LARGEST_STATE_SHARE * free
-    reason = f"{setup.state_on_gpu} need {unsharded / 1e9:.1f} GB, a GPU has room for {limit / 1e9:.1f} GB"
-    if sums := accumulated_gradients(replace(setup, mode="fsdp_full")):
-        reason += f"; accumulated gradients need {sums / 1e9:.1f} GB"
-    if unsharded <= limit and setup.model.trained < LARGE_MODEL:
-        return "ddp", reason
-    if needed["fsdp_grad"] <= limit:
-        return "fsdp_grad", f"{reason}; a shard plus gathered weights and gradients fits"
-    if unsharded <= limit:
-        return "ddp", reason
-    if "hsdp" in modes and needed["hsdp"] <= limit:
-        return "hsdp", f"{reason}; sharded over the {setup.gpus_per_node} ranks of a node they fit"
-    fit = "fit" if needed["fsdp_full"] <= last_limit else "do not fit"
-    into = f" into {last_limit / 1e9:.1f} GB" * (needed["fsdp_full"] > limit)
-    return "fsdp_full", f"{reason}; sharded over {setup.gpus} ranks they {fit}{into}"
+    limit, is_small = STATE_SHARE * free, setup.model.trained < LARGE_MODEL
+    order = [*["ddp"] * is_small, "fsdp_grad", "ddp", "hsdp"]
+    mode = next((mode for mode in order if needed.get(mode, math.inf) <= limit), "fsdp_full")
+    reason = f"{setup.state_on_gpu} need {needed['ddp'] / 1e9:.1f} GB"
+    reason += f" (in {mode} {needed[mode] / 1e9:.1f} GB)" * (mode != "ddp")
+    return mode, f"{reason}, a GPU has room for {limit / 1e9:.1f} GB"
 
 
 def _resident_bytes(setup: TrainingSetup) -> float:
