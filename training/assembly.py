@@ -76,8 +76,9 @@ def assemble(prepared: PreparedRun) -> Assembly:
         # Allocate the state now, so that what fits in the first step fits in the second.
         optim.optimizer_state(optimizer, model)
     wrapped = strategy.wrap(model, optimizer)
-    dtype, group = strategy.forward_dtype(**dtypes), topology.stage_group
-    autocast = build_autocast(precision, device=device, parameter_dtype=dtype, group=group)
+    # FSDP2 casts parameters before it gathers them.
+    dtype = dtypes["compute_dtype" if strategy.shards_weights else "parameter_dtype"]
+    autocast = build_autocast(precision, device=device, parameter_dtype=dtype, group=topology.stage_group)
     return Assembly(model, wrapped, optimizer, parameters, autocast, fp8_stats)
 
 

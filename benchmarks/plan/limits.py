@@ -25,7 +25,8 @@ def smallest_card(plan: Plan) -> str:
     """Return the size of the smallest card with FP8 whose memory is enough."""
     cards = sorted((gpu for gpu in PLANNED.values() if gpu.fp8_tflops), key=lambda gpu: gpu.memory_gb)
     for card in cards:
-        if changed_plan(plan, {"memory_limit_gb": None}, plan.gpu._replace(memory_gb=card.memory_gb)):
+        gpu = plan.sizing.gpu._replace(memory_gb=card.memory_gb)
+        if changed_plan(plan, {"memory_limit_gb": None}, gpu):
             return f"{card.card_gb} GB"
     return f"above {cards[-1].card_gb} GB"
 

@@ -25,7 +25,7 @@ from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config, parse_config
 from fp8_suite.training.estimate.advice import way_out
 from fp8_suite.training.estimate.layout import check_pipeline
-from fp8_suite.training.estimate.memory import checkpoint_bytes
+from fp8_suite.training.estimate.memory import checkpoint_bytes, offloaded_bytes
 from fp8_suite.training.estimate.sizes import (
     UNCOMPILED,
     auto_settings,
@@ -126,7 +126,7 @@ def _gpus(plan: Plan) -> str:
 
 def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> list[str]:
     """Return a table with a row per number of GPUs, and tables of memory and time by part."""
-    setup, gpu = plans[0].setup, plans[0].gpu
+    setup, gpu = plans[0].setup, plans[0].sizing.gpu
     parameters, optim = setup.model.parameters, setup.cfg.optim
     level = plans[0].sizing.requested.cfg.model.recomputation
     size = f"{parameters / 1e9:.2f} billion" if parameters > 1e8 else f"{parameters / 1e6:.2f} million"
@@ -166,7 +166,8 @@ def _row(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
     if not plan.fits:
         optional = bool(plan.disk_gbs) + bool(tokens) + bool(tokens and price)
         return [*start, "does not fit", *["-"] * (3 + optional)]
-    shares = [plan.tflops / peak for peak in (plan.gpu.bf16_tflops, plan.gpu.fp8_tflops) if peak]
+    gpu = plan.sizing.gpu
+    shares = [plan.tflops / peak for peak in (gpu.bf16_tflops, gpu.fp8_tflops) if peak]
     row = [*start, f"{1e3 * plan.step:,.0f}", f"{plan.tokens_per_second:,.0f}", f"{plan.tflops:.0f}"]
     row += [" / ".join(f"{share:.1%}" for share in shares)]
     if plan.disk_gbs:
@@ -205,8 +206,8 @@ def _parts(title: str, plans: list[Plan], read: Callable[[Plan], dict[str, float
 
 def _host_memory(plan: Plan) -> str:
     """Describe the host memory that offloading needs; "" without."""
-    kept, saving = plan.host_gb()
-    return f"{kept:.0f} GB of host memory per node, {saving:.0f} more while saving a checkpoint" * bool(kept)
+    needed = offloaded_bytes(plan.setup)
+    return f"{needed / 1e9:.0f} GB of host memory per node" * bool(needed)
 
 
 def _exceeds_counts(plan: Plan) -> bool:

@@ -11,9 +11,8 @@ from fp8_suite.core.gpus import Gpu
 from fp8_suite.te_models.shape import model_flops
 from fp8_suite.training.checkpoint.settings import parse_save_interval
 from fp8_suite.training.config import Config, config_from_dict
-from fp8_suite.training.estimate.activations import host_activations
 from fp8_suite.training.estimate.advice import Changes, describe, ways_out
-from fp8_suite.training.estimate.memory import checkpoint_bytes, host_state, peak
+from fp8_suite.training.estimate.memory import checkpoint_bytes, peak
 from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.sizes import Sizing, for_tensors
 from fp8_suite.training.estimate.step_time import step_seconds
@@ -27,7 +26,6 @@ class Plan:
     """Prediction for a run: bytes per GPU and seconds per step, by part."""
 
     sizing: Sizing
-    gpu: Gpu
     network_gbs: float
     memory: dict[str, float]
     seconds: dict[str, float]
@@ -92,12 +90,6 @@ class Plan:
     def days(self, tokens: float) -> float:
         return tokens / (self.tokens_per_second * self.goodput * 86_400)
 
-    def host_gb(self) -> tuple[float, float]:
-        """Host memory per node in GB: always, and in addition while saving a checkpoint."""
-        kept, saving = host_state(self.setup)
-        billions = self.setup.model.trained / self.setup.nodes / 1e9
-        return kept * billions + host_activations(self.setup) / 1e9, saving * billions
-
 
 def make_plan(
     cfg: Config,
@@ -116,7 +108,7 @@ def make_plan(
         gpu = gpu._replace(memory_gb=limit)
     sizing = size_run(cfg, gpu=gpu, gpus=gpus, gpus_per_node=gpus_per_node)
     seconds = step_seconds(sizing.chosen, gpu, network=network_gbs * 1e9)
-    return Plan(sizing, gpu, network_gbs, peak(sizing.chosen), seconds, disk_gbs)
+    return Plan(sizing, network_gbs, peak(sizing.chosen), seconds, disk_gbs)
 
 
 def alternatives(plan: Plan) -> dict[str, Plan]:
@@ -139,7 +131,7 @@ def changed_plan(plan: Plan, changes: Changes, gpu: Gpu | None = None) -> Plan |
     try:
         cfg = config_from_dict(plan.sizing.requested.cfg.to_dict() | changes)
         cluster = {"gpus": plan.setup.gpus, "gpus_per_node": plan.setup.gpus_per_node}
-        candidate = make_plan(cfg, gpu or plan.gpu, **cluster, network_gbs=plan.network_gbs)
+        candidate = make_plan(cfg, gpu or plan.sizing.gpu, **cluster, network_gbs=plan.network_gbs)
     except UserError:
         return None
     return candidate if candidate.fits else None

@@ -137,7 +137,7 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(model, settings):
 def test_a_memory_limit_is_a_smaller_gpu():
     assert plan_of(batch_size=1, moment_dtype="fp8").fits
     limited = plan_of(batch_size=1, moment_dtype="fp8", memory_limit_gb=60.0)
-    assert limited.gpu.memory_gb == 60 and not limited.fits
+    assert limited.sizing.gpu.memory_gb == 60 and not limited.fits
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,7 @@ def test_a_run_that_fits_without_auto_gets_no_advice():
 
 def test_host_memory_of_offload():
     text = run(f"--model_name {LLAMA_8B} --batch_size 1 --gpus 2 --sharding_mode ds_zero3_offload".split())
-    kept, saving = 20 * N8 / 1e9, 12 * N8 / 1e9
-    assert f": {kept:.0f} GB of host memory per node, {saving:.0f} more while saving" in text
+    assert f": {(20 + 12) * N8 / 1e9:.0f} GB of host memory per node" in text  # 12 of them during a save
 
 
 @pytest.mark.parametrize(

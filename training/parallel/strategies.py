@@ -46,7 +46,6 @@ class Strategy:
     """Training on one device, and the defaults of all other modes."""
 
     shards_weights = False  # True if FSDP2 shards weights before they are read
-    steps_on_cpu = False  # True if DeepSpeed keeps the optimizer in host memory
     owns_masters = False  # True if an engine holds the FP32 master weights and steps them
     reentrant = False  # True if activation checkpointing has to be reentrant, see `zero.Zero`
 
@@ -65,17 +64,8 @@ class Strategy:
         """Dtype of sums over micro-batches, and of the gradients that FSDP2 hands over for reduction."""
         return torch.float32 if self.reduce_dtype == "fp32" else torch.bfloat16
 
-    @property
-    def sends_fp8(self) -> bool:
-        """True if gradients travel between ranks in FP8."""
-        return self.reduce_dtype == "fp8"
-
     def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
         """Shard `model` in place before its weights are read. It may be on the meta device."""
-
-    def forward_dtype(self, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of parameters in a forward pass: FSDP2 casts them before it gathers them."""
-        return compute_dtype if self.shards_weights else parameter_dtype
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Return the module to call in the training loop. Model and optimizer must hold their values."""
@@ -234,7 +224,7 @@ class DDP(Strategy):
     def _exchange(self, has_low_precision: bool) -> Callable | None:
         """Return the function that averages a bucket of gradients, or None for DDP's own."""
         group = self.topology.sum_group
-        if self.sends_fp8:
+        if self.reduce_dtype == "fp8":
             return gradient_exchange.all_to_all_hook(self.device, group, fp8=True)
         if has_low_precision and self.sum_dtype == torch.float32:
             if self.device.type == "cuda" and gradient_exchange.within_a_node(self.topology.world_size):

@@ -56,8 +56,8 @@ class Zero(Strategy):
         ranks.agree(f"the settings of --deepspeed_config {path}", self.settings)
         zero = self.settings["zero_optimization"]
         self.stage = zero["stage"]
-        self.steps_on_cpu = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
-        if self.steps_on_cpu and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
+        steps_on_cpu = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+        if steps_on_cpu and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
             torch.set_num_threads(max(1, len(cores()) // ranks.local_rank_and_size()[1]))
         # ZeRO 3 frees a layer's weights after each forward pass, also a recomputed one. Hooks in the graph of
         # that pass gather them again for backward, and only the reentrant variant runs backward through it.
