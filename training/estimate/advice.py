@@ -1,7 +1,4 @@
-"""Refusal of what cannot fit: the reason, and the first way out of a table that fits.
-
-This module must not import torch, so that `benchmarks.plan` shows its help and refuses wrong flags at once.
-"""
+"""Refusal of what cannot fit: the reason, and the first way out of a table that fits."""
 
 from __future__ import annotations
 

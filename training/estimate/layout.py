@@ -1,4 +1,4 @@
-"""Sizes of context, tensor and pipeline parallelism. This module must not import torch."""
+"""Sizes of context, tensor and pipeline parallelism."""
 
 from __future__ import annotations
 

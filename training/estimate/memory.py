@@ -1,7 +1,6 @@
 """GPU memory of a training step, computed from tensor sizes, for the choices of `auto` and `benchmarks.plan`.
 
-Sizes are bytes on one GPU. 1 GB is 10^9 bytes, as in summary.json. This module must not import torch, so that
-`benchmarks.plan` shows its help and refuses wrong flags at once.
+Sizes are bytes on one GPU. 1 GB is 10^9 bytes, as in summary.json.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Search of the fastest layout for a model, a sequence length and a number of GPUs.
 
-Training and the planner choose by it. This module must not import torch.
+Training and the planner choose by it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Inputs of the memory and time models: settings, model size, optimizer, sharding mode, GPUs.
-
-This module must not import torch, so that `benchmarks.plan` shows its help and refuses wrong flags at once.
-"""
+"""Inputs of the memory and time models: settings, model size, optimizer, sharding mode, GPUs."""
 
 from __future__ import annotations
 

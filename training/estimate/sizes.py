@@ -1,8 +1,7 @@
 """Micro-batch, accumulation and recomputation: the cheapest that fit into the GPU's memory.
 
 The loss and the gradient of a step depend neither on how its batch is split nor on what is recomputed. Flags
-that change numerics or need host memory are only suggested. This module must not import torch, so that
-`benchmarks.plan` shows its help and refuses wrong flags at once.
+that change numerics or need host memory are only suggested.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `auto` and the planner choose by it. Rates are fractions of a GPU's peaks; kernels are assumed to be as
 efficient on other GPUs. Unless a comment names another source, a rate is from the kernel profile of Llama 3.1
-8B with delayed scaling (8,192 tokens, 575 ms per step). This module must not import torch.
+8B with delayed scaling (8,192 tokens, 575 ms per step).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Time of the transfers between GPUs, of data, tensor, context and pipeline parallelism.
-
-This module must not import torch, so that `benchmarks.plan` shows its help and refuses wrong flags at once.
-"""
+"""Time of the transfers between GPUs, of data, tensor, context and pipeline parallelism."""
 
 from __future__ import annotations
 
