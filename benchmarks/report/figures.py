@@ -28,7 +28,6 @@ STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
 }
-MAX_POINTS = 800  # per curve
 LABEL_WIDTH = 44  # characters per line of a label
 FEW = 10  # curves with fewer points get markers
 
@@ -77,18 +76,6 @@ def style(number: int) -> dict[str, Any]:
     """Return colour and dashes of a curve."""
     dashes = DASHES[number // len(PALETTE) % len(DASHES)]
     return {"color": PALETTE[number % len(PALETTE)], "linestyle": dashes}
-
-
-def thin(series: Series) -> Series:
-    """Reduce a curve to about MAX_POINTS: the minimum and the maximum of every block."""
-    size = -(-len(series) // (MAX_POINTS // 2))
-    if size <= 2:
-        return series
-    kept = []
-    for start in range(0, len(series), size):
-        stretch = series[start : start + size]
-        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
-    return kept
 
 
 def _plot(axes: Axes, series: Series, *form: str, **options: Any) -> None:
@@ -185,9 +172,9 @@ def draw_losses(runs: list[RunRecord]) -> Figure:
         train, evaluation = run.series("train/loss"), run.series("eval/loss")
         if train:
             means = smooth([loss for _, loss in train])
-            _plot(axes, thin(train), color=style(i)["color"], alpha=0.25, linewidth=1)
+            _plot(axes, train, color=style(i)["color"], alpha=0.25, linewidth=1)
             smoothed = list(zip([step for step, _ in train], means, strict=True))
-            _plot(axes, thin(smoothed), **style(i), **_markers(train), label=name)
+            _plot(axes, smoothed, **style(i), **_markers(train), label=name)
         if evaluation:
             label = None if train else name
             _plot(axes, evaluation, "o", color=style(i)["color"], markersize=5, label=label)
@@ -206,7 +193,7 @@ def draw_gap(runs: list[RunRecord], losses: Comparison) -> Figure:
     axes.axhline(0.0, color="black", linewidth=1)
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         if id(run) in baselines and (gap := loss_gap(run, baselines[id(run)])):
-            _plot(axes, thin(gap), **style(i), **_markers(gap), label=name)
+            _plot(axes, gap, **style(i), **_markers(gap), label=name)
             settled += [value for _, value in gap[len(gap) // 10 :]]
     low, *_, high = quantiles(settled * 2, n=100)
     margin = 0.3 * (high - low) or 1e-4  # the axis clips spikes

@@ -213,15 +213,6 @@ def test_parallel_axes_are_columns_if_a_run_has_them(tmp_path):
     assert columns["CP"] == (None, 2) and columns["PP"] == (None, 4) and "TP" not in columns
 
 
-def test_thinning_keeps_the_extremes_of_a_long_curve():
-    series = [(i, 1.0) for i in range(100_000)]
-    series[54_321], series[77_777] = (54_321, 50.0), (77_777, -50.0)
-    thinned = figures.thin(series)
-    assert len(thinned) <= figures.MAX_POINTS and thinned == sorted(thinned)
-    assert (54_321, 50.0) in thinned and (77_777, -50.0) in thinned
-    assert figures.thin(series[: figures.MAX_POINTS]) == series[: figures.MAX_POINTS]
-
-
 def whole_run(folder, *, losses=(3.0, 2.5, 2.0), **settings):
     """A finished run with coverage and FP8 statistics of its last step."""
     summary = SUMMARY | {
