@@ -76,11 +76,10 @@ def check_records(planned: list[VariantRun], records: Records) -> None:
     """Raise UserError unless all runs are of one experiment, and the reference did not diverge."""
     reference = planned[0]
     for run in planned[1:]:
-        other_seed = run.baseline is None
-        compared = reference.name if run.first or other_seed else run.baseline
+        compared = reference.name if run.first or run.baseline is None else run.baseline
         if {run.name, compared} <= records.keys():
             record, baseline = records[run.name], records[compared]
-            if different := gaps.differences(record, baseline, experiment=True, other_seed=other_seed):
+            if different := gaps.differences(record, baseline, experiment=True):
                 raise bad_input(
                     f"{record.name} cannot be compared with {baseline.name}: it has {'; '.join(different)}; "
                     f"delete the wrong run folder ({record.folder} or {baseline.folder}) to run it again"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from fp8_suite.benchmarks.records.runs import DEFAULT, EFFECTS, RunRecord, Series
 from fp8_suite.benchmarks.report.tables import labels
@@ -16,42 +15,31 @@ from fp8_suite.training.tracking.metrics import tail_mean
 
 # Prefixes of precision settings, whose effect the gaps measure.
 PRECISION = ("mixed_precision", "fp8_", "bf16_", "te_backend", "precision_map")
-# The resulting global batch is compared instead.
-SPLIT = {"batch_size", "gradient_accumulation_steps", "global_batch_size"}
-
-
-def settings_of(section: str) -> list[str]:
-    """Return the settings of a section that must not change on resume."""
-    table = all_settings().items()
-    return [n for n, s in table if s.section == section and not s.field.metadata["resumable"]]
-
-
-# Settings that are equal in runs with comparable losses, and in runs of one experiment.
-SAME_TASK = ("model_name", "init", *(name for name in settings_of("data") if not name.startswith("eval_")))
-_ALL = (*SAME_TASK, "tokenizer_name", "seed", *settings_of("data"), *settings_of("optim"))
-EXPERIMENT = [name for name in dict.fromkeys(_ALL) if name not in SPLIT | {"deterministic"}]
-# Properties that depend on the seed: it decides data order and held-out samples.
-BY_SEED = {"--seed", "steps", "label_tokens", "eval_label_tokens"}
+# Settings that are equal in runs with comparable losses.
+SAME_TASK = ["model_name", "init"]
+SAME_TASK += [
+    name
+    for name, setting in all_settings().items()
+    if setting.section == "data" and not (setting.field.metadata["resumable"] or name.startswith("eval_"))
+]
 # Largest relative difference between evaluations of the same initial weights, with the same layers and
 # precision, and with others. FP8 is within 0.03 % on a 1B; tiny models differ more.
 SAME_PRECISION, OTHER_PRECISION = 1e-3, 1e-2
 
 
-def differences(
-    run: RunRecord, reference: RunRecord, *, experiment: bool = False, other_seed: bool = False
-) -> list[str]:
+def differences(run: RunRecord, reference: RunRecord, *, experiment: bool = False) -> list[str]:
     """Return the differences, other than precision, that make the losses of two runs incomparable.
 
-    With `experiment`, evaluation data, optimizer, steps, tokens and initial weights must be equal too. With
-    `other_seed`, the seed and everything that depends on it may differ.
+    With `experiment`, steps, tokens, evaluation data and initial weights of one seed must be equal, too.
     """
-    identity, reference_identity = (_identity(record, experiment) for record in (run, reference))
-    ignored = BY_SEED if other_seed else set()
-    pairs = {name: (identity[name], reference_identity[name]) for name in identity if name not in ignored}
+    pairs = {f"--{name}": (run.setting(name), reference.setting(name)) for name in SAME_TASK}
+    pairs["sequences per step"] = run.global_batch, reference.global_batch
     if all(run.setting(name) == reference.setting(name) for name in ("tokenizer_name", "seed")):
         for part in ("train", "eval") if experiment else ("train",):
             prints = fingerprint(run, part), fingerprint(reference, part)
             pairs |= {f"{part} samples": prints} if all(prints) else {}
+        counts = ("steps", "label_tokens", "eval_label_tokens") if experiment else ()
+        pairs |= {name: (run.value(name), reference.value(name)) for name in counts}
         losses = initial_loss(run), initial_loss(reference)
         if experiment and None not in losses:
             names = ("use_te", "mixed_precision", "recipe")
@@ -61,13 +49,6 @@ def differences(
     return [
         f"{name} {value} instead of {wanted}" for name, (value, wanted) in pairs.items() if value != wanted
     ]
-
-
-def _identity(run: RunRecord, experiment: bool) -> dict[str, Any]:
-    """Return the settings and counts that must be equal in comparable runs."""
-    settings = {f"--{name}": run.setting(name) for name in (EXPERIMENT if experiment else SAME_TASK)}
-    counts = ("steps", "label_tokens", "eval_label_tokens") if experiment else ()
-    return settings | {"sequences per step": run.global_batch} | {name: run.value(name) for name in counts}
 
 
 def fingerprint(run: RunRecord, part: str) -> str | None:
