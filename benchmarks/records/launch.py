@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import signal
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8_suite.benchmarks.records.runs import NO_EFFECT, bad_input
+from fp8_suite.benchmarks.records.runs import NO_EFFECT, bad_input, read_values
 from fp8_suite.core.cli import OneLineParser
 from fp8_suite.core.errors import (
     EXIT_BAD_SETTING,
@@ -202,12 +201,8 @@ def is_begun(cfg: Config) -> bool:
     saved = settings_path(folder)
     if not saved.exists() or not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         return False
-    try:
-        old = json.loads(saved.read_text(encoding="utf-8"))
-        changed = changed_settings(old, cfg, ignore=NO_EFFECT | chosen_at_start(old, cfg))
-    except (ValueError, TypeError, KeyError) as error:
-        raise bad_input(f"{saved}: damaged ({error}); delete the run folder to start over") from None
-    if changed:
+    old = read_values(saved)
+    if changed := changed_settings(old, cfg, ignore=NO_EFFECT | chosen_at_start(old, cfg)):
         pairs = ", ".join(f"--{name} {old}, now {new}" for name, (old, new) in changed.items())
         raise bad_input(
             f"{folder}: holds a run with other settings ({pairs}); use its settings or another --output_dir, "

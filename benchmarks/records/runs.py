@@ -34,12 +34,6 @@ SHARDING |= {*AXES.values(), *ONLY_WITH}
 WORK = tuple(n for n, effect in EFFECTS.items() if effect == "step" and n not in RESOLVED | SHARDING)
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-REQUIRED = (
-    "batch_size",
-    "gradient_accumulation_steps",
-    "max_seq_length",
-    "seed",
-)  # identify a run's settings
 
 
 def bad_input(message: str) -> UserError:
@@ -64,10 +58,6 @@ FROM_WALL_TIME = {
     "gpu_hours": ("gpu_seconds", 3600),
     "node_hours": ("node_seconds", 3600),
 }
-# Values of summary.json and env.json that a report calculates with.
-NUMBERS = {*FROM_METRICS, *FROM_WALL_TIME, "steps", "gpus", "world_size", "nodes"}
-NUMBERS |= {"skipped_steps", "overflow_steps"}
-OBJECTS = {"versions", "git", "coverage", "data", "wall_seconds_by_kind"}
 SPEED = frozenset(map(summary_name, (*RATES, *WALL_RATES))) - {"data_wait_share"}
 
 
@@ -98,7 +88,7 @@ class RunRecord:
 
     def series(self, metric: str) -> Series:
         """Return (step, value) of every finite logged value."""
-        return [(s, v) for s, v in self.logged(metric) if isinstance(v, int | float) and math.isfinite(v)]
+        return [(step, value) for step, value in self.logged(metric) if math.isfinite(value)]
 
     def value(self, name: str) -> Any:
         """Return a value of summary.json, or compute it from an unfinished run's logs; None if unknown.
@@ -112,7 +102,7 @@ class RunRecord:
         if name in FROM_WALL_TIME:
             key, unit = FROM_WALL_TIME[name]
             seconds = self.wall_time.get(key)
-            return seconds / unit if isinstance(seconds, int | float) else None
+            return None if seconds is None else seconds / unit
         if name == "steps":
             return self.records[-1]["step"] if self.records else 0
         if name in FROM_METRICS:
@@ -218,27 +208,19 @@ def read_run(folder: Path) -> RunRecord:
     if not settings.is_file():
         reason = "not a run folder (it has no settings.json)" if folder.exists() else "no such folder"
         raise bad_input(f"{folder}: {reason}")
-    config = _read_json(settings)
-    if not all(isinstance(config.get(name), int) for name in REQUIRED):
-        raise bad_input(f"{folder}: not a run folder (its {settings.name} has no {', '.join(REQUIRED)})")
-    summary, environment = (_read_checked(folder / name) for name in ("summary.json", "env.json"))
-    run = RunRecord(
+    summary, environment = (
+        read_values(folder / name) if (folder / name).exists() else None
+        for name in ("summary.json", "env.json")
+    )
+    return RunRecord(
         folder=folder,
-        config=config,
+        config=read_values(settings),
         environment=environment or {},
         records=_read_metrics(folder / "metrics.jsonl"),
         summary=summary,
         wall_time=read_record(folder / "wall_time.json"),
         evaluation=read_results(folder, (summary or {}).get("steps")),
     )
-    try:  # nested values that a report reads
-        _ = (
-            run.coverage,
-            [part and part.get("fingerprint") for part in (run.environment.get("data") or {}).values()],
-        )
-    except (TypeError, KeyError, AttributeError) as fault:
-        raise bad_input(f"{folder / 'env.json'}: damaged ({fault!r}); restore or delete it") from None
-    return run
 
 
 def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
@@ -246,23 +228,12 @@ def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
     return {k: NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in values.items()}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_values(path: Path) -> dict[str, Any]:
+    """Read settings.json, summary.json or env.json. UserError if it is damaged."""
     try:
         return with_numbers(read_json(path))
     except UnreadableFile as error:
         raise bad_input(f"{path}: damaged ({error.reason}); restore or delete it") from None
-
-
-def _read_checked(path: Path) -> dict[str, Any] | None:
-    """Read summary.json or env.json; None if there is none. UserError for a value that cannot be reported."""
-    if not path.exists():
-        return None
-    values = _read_json(path)
-    for names, kinds, what in ((NUMBERS, (int, float), "a number"), (OBJECTS, dict, "an object")):
-        for name in names & values.keys():
-            if values[name] is not None and not isinstance(values[name], kinds):
-                raise bad_input(f"{path}: {name} is {values[name]!r}, not {what}; restore or delete the file")
-    return values
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
