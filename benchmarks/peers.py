@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fp8_suite.benchmarks.records.launch import command_parser, run_command
+from fp8_suite.benchmarks.records.launch import add_number, command_parser, run_command
 from fp8_suite.benchmarks.report import main as report
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.files import to_json
@@ -125,9 +125,10 @@ def write_run(
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(PROG, __doc__)
     parser.add_argument("--model_name", metavar="PRESET", required=True, help="model in te_models/presets.py")
-    for name, (default, noun) in (SIZES | {"steps": (16, "steps")}).items():
-        shown = f"{noun} (default: {default})"
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=shown)
+    for name, (default, noun) in SIZES.items():
+        add_number(parser, name, default, noun)
+    steps = f"steps; the first {WARMUP_STEPS} are not measured"
+    add_number(parser, "steps", 16, steps, least=WARMUP_STEPS + 1)
     parser.add_argument("--stack", choices=STACKS, default="torchao", help="default: torchao")
     precisions = dict.fromkeys(sum(STACKS.values(), ()))
     parser.add_argument("--precision", choices=precisions, default="bf16", help="default: bf16")
@@ -140,8 +141,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise bad_setting(f"use {', '.join(able)}", stack=arguments.stack, precision=arguments.precision)
     if arguments.stack == "te" and (PRESETS[name]["model_type"], arguments.device) != ("llama", "cuda"):
         raise bad_setting("measures a Llama on a GPU", stack="te", model_name=name, device=arguments.device)
-    if arguments.steps <= WARMUP_STEPS:
-        raise bad_setting(f"the first {WARMUP_STEPS} steps are not measured; use more", steps=arguments.steps)
     return arguments
 
 

@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks.records.grid import Failures, GridRun, require_all_inputs, train_all
-from fp8_suite.benchmarks.records.launch import (
-    command_parser,
-    folder_flag,
-    is_finished,
-    refuse_run_folder,
-    run_command,
-)
+from fp8_suite.benchmarks.records.launch import command_parser, is_finished, run_command
 from fp8_suite.benchmarks.records.runs import bad_input
 from fp8_suite.benchmarks.records.variants import (
     OWNED,
@@ -163,7 +157,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     file = "grid and base settings; training flags override these"
     parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help=file)
     output = "folder for runs and report (default: runs/<name of the file>)"
-    parser.add_argument("--output_dir", type=folder_flag, metavar="DIR", help=output)
+    parser.add_argument("--output_dir", type=Path, metavar="DIR", help=output)
     axis = "replace the values of an axis, such as gpus=1 or precision=bf16_hf,tensorwise"
     parser.add_argument("--axis", action="append", default=[], metavar="NAME=VALUE,...", help=axis)
     parser.add_argument("--dry_run", action="store_true", help="list the runs and their status; run nothing")
@@ -187,7 +181,6 @@ def sweep(argv: list[str]) -> int:
             status = f"skipped, {reason}" if reason else "finished" if is_finished(run.cfg) else "to run"
             print(f"{run.name}: {status}")
         return 0
-    refuse_run_folder(folder)
     with made_up_rows(folder, **full_rows(runs)) if synthetic else nullcontext():
         require_all_inputs(runs)
         failures = train_all(runs, folder, lambda run, failures: why_skip(run))

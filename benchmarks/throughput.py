@@ -29,7 +29,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fp8_suite.benchmarks.records.launch import command_parser, launch, run_command
+from fp8_suite.benchmarks.records.launch import add_number, command_parser, launch, run_command
 from fp8_suite.benchmarks.records.variants import given_settings, split_flags
 from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.data.demo import TOKENIZER_DIR, read_demo
@@ -67,17 +67,12 @@ def schedule(accumulation: int, profile: bool, tokens: int) -> tuple[int, int, i
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Return the parsed flags of the benchmark, and the requested training settings."""
     parser = command_parser(PROG, __doc__, trains=True)
-    parser.add_argument(
-        "--gpus", type=int, default=1, metavar="N", help="GPUs of this machine to use (default: 1)"
-    )
+    add_number(parser, "gpus", 1, "GPUs of this machine to use")
     steps = "steps per run (default: 40, fewer with gradient accumulation or long steps)"
-    parser.add_argument("--steps", type=int, metavar="N", help=steps)
-    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="runs to measure (default: 1)")
+    add_number(parser, "steps", None, steps)
+    add_number(parser, "repeats", 1, "runs to measure")
     parser.add_argument("--profile", action="store_true", help="also record the GPU time by kind of kernel")
     arguments, training = split_flags(parser, argv)
-    for name in ("gpus", "repeats"):
-        if (value := getattr(arguments, name)) < 1:
-            raise bad_setting("must be at least 1", **{name: value})
     requested = given_settings(training, PROG, OWNED)
     resolved = config_from_dict(requested).to_dict()
     return arguments, {name: resolved[name] for name in requested}

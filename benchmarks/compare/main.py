@@ -6,18 +6,13 @@ python -m benchmarks.compare --variants bf16,delayed,current --output_dir DIR [a
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
+from pathlib import Path
 
 from fp8_suite.benchmarks.compare.variant_runs import VariantRun, build_runs, check_before_start
 from fp8_suite.benchmarks.compare.verdict import Verdict, conclude, write_verdict
 from fp8_suite.benchmarks.records.grid import Failures, GridRun, train_all
-from fp8_suite.benchmarks.records.launch import (
-    command_parser,
-    folder_flag,
-    refuse_run_folder,
-    run_command,
-)
+from fp8_suite.benchmarks.records.launch import add_number, command_parser, run_command
 from fp8_suite.benchmarks.records.runs import RunRecord, read_run
 from fp8_suite.benchmarks.records.variants import VARIANTS, given_settings, parse_variants, split_flags
 from fp8_suite.benchmarks.report.judge import MAX_LOSS_GAP
@@ -25,17 +20,6 @@ from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, bad_
 from fp8_suite.core.redact import redact
 
 PROG = "python -m benchmarks.compare"
-NUMBERS = {
-    "gpus": (int, 1, "GPUs per run"),
-    "paired_seeds": (int, 2, "further seeds for every variant; more can be added to a finished comparison"),
-    "noise_seeds": (int, 0, "further seeds of the reference alone, to show how far its loss moves"),
-    "max_loss_gap": (
-        float,
-        MAX_LOSS_GAP,
-        "limit in percent: PASS if the loss surely is at most X above BF16's",
-    ),
-    "price_per_gpu_hour": (float, None, "price in any currency; adds a column with costs"),
-}
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -45,19 +29,19 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     variant = "NAME[+SETTING=VALUE],..."
     parser.add_argument("--variants", nargs="+", required=True, metavar=variant, help=names)
     output = "folder for runs, verdict and figures; the same command resumes"
-    parser.add_argument("--output_dir", type=folder_flag, required=True, metavar="DIR", help=output)
-    for name, (kind, default, text) in NUMBERS.items():
-        shown = text if default is None else f"{text} (default: {default})"
-        metavar = "N" if kind is int else "X"
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=shown)
+    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help=output)
+    paired = "further seeds for every variant; more can be added to a finished comparison"
+    noise = "further seeds of the reference alone, to show how far its loss moves"
+    limit = "limit in percent: PASS if the loss surely is at most X above BF16's"
+    price = "price in any currency; adds a column with costs"
+    add_number(parser, "gpus", 1, "GPUs per run")
+    add_number(parser, "paired_seeds", 2, paired, least=0)
+    add_number(parser, "noise_seeds", 0, noise, least=0)
+    add_number(parser, "max_loss_gap", MAX_LOSS_GAP, limit, kind=float, least=0)
+    add_number(parser, "price_per_gpu_hour", None, price, kind=float, least=0)
     strict = "exit with 1 also if a recipe cannot run here or is not decided"
     parser.add_argument("--strict", action="store_true", help=strict)
-    args, training = split_flags(parser, argv)
-    for name in NUMBERS:
-        value, least = getattr(args, name), int(name == "gpus")
-        if value is not None and not least <= value < math.inf:
-            raise bad_setting(f"must be at least {least}", **{name: value})
-    return args, training
+    return split_flags(parser, argv)
 
 
 def compare(argv: list[str]) -> int:
@@ -68,7 +52,6 @@ def compare(argv: list[str]) -> int:
     reference = planned[0]
     if reference.cfg.optim.max_steps == 0:
         raise bad_setting("nothing is trained, so nothing can be compared; use at least 1", max_steps=0)
-    refuse_run_folder(folder)
     check_before_start(planned)
     failures = train_all(planned, folder, lambda run, failures: _why_skip(run, failures, reference))
     for name in ("verdict.json", "verdict.md"):  # delete the verdict of an earlier call

@@ -14,7 +14,7 @@ from typing import Any
 from fp8_suite.benchmarks.evaluate.harness import find_tasks
 from fp8_suite.benchmarks.evaluate.targets import find_targets
 from fp8_suite.benchmarks.records.evaluation import Result, write_results
-from fp8_suite.benchmarks.records.launch import command_parser, folder_flag, run_command
+from fp8_suite.benchmarks.records.launch import add_number, command_parser, run_command
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.report.tables import Columns, Table, make_table, markdown
 from fp8_suite.core.cli import add_setting
@@ -25,13 +25,6 @@ from fp8_suite.training.config import all_settings
 
 PROG = "python -m benchmarks.evaluate"
 MEASURES = ("loss", "exact_match")  # all other tasks are lm-eval's
-FOLDERS = {"output_dir": "folder for table, JSON and answers", "include_path": "lm-eval: folder of tasks"}
-NUMBERS = {
-    "batch_size": (1, None, "samples per batch; halved if GPU memory is full (default: by device)"),
-    "max_new_tokens": (1, 512, "longest answer (default: 512)"),
-    "num_fewshot": (0, None, "lm-eval: examples in the prompt (default: the task's)"),
-    "limit": (1, None, "lm-eval: samples per task (default: all)"),
-}
 DATA = ("dataset_name", "split_name", "eval_split", "eval_samples", "dataset_text_field", "system_prompt")
 DATA += ("max_seq_length", "tokenizer_name", "trust_remote_code")
 
@@ -43,19 +36,21 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser.add_argument("models", nargs="+", metavar="RUN|EXPORT|MODEL", help=text)
     text = "loss and exact_match on the data set, or tasks of lm-eval (default: loss,exact_match)"
     parser.add_argument("--tasks", type=lambda text: text.split(","), metavar="NAME,...", help=text)
-    for name, text in FOLDERS.items():
-        parser.add_argument(f"--{name}", type=folder_flag, metavar="DIR", help=text)
-    for name, (_, default, text) in NUMBERS.items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    output = "folder for table, JSON and answers"
+    parser.add_argument("--output_dir", type=Path, metavar="DIR", help=output)
+    parser.add_argument("--include_path", type=Path, metavar="DIR", help="lm-eval: folder of tasks")
+    batch = "samples per batch; halved if GPU memory is full (default: by device)"
+    add_number(parser, "batch_size", None, batch)
+    add_number(parser, "max_new_tokens", 512, "longest answer")
+    examples = "lm-eval: examples in the prompt (default: the task's)"
+    add_number(parser, "num_fewshot", None, examples, least=0)
+    add_number(parser, "limit", None, "lm-eval: samples per task (default: all)")
     text = "lm-eval: prompt with the chat template"
     parser.add_argument("--apply_chat_template", action="store_true", help=text)
     data = parser.add_argument_group("data (default: the run's)")
     for name in DATA:
         add_setting(data, name, all_settings()[name])
     args = parser.parse_args(argv)
-    for name, (least, *_) in NUMBERS.items():
-        if (value := getattr(args, name)) is not None and value < least:
-            raise bad_setting(f"must be at least {least}", **{name: value})
     return args, {name: getattr(args, name) for name in DATA if hasattr(args, name)}
 
 
@@ -67,6 +62,8 @@ def evaluate(argv: list[str]) -> int:
     if measures and "dataset_name" not in given and not any(target.run for target in targets):
         raise bad_setting("no run is given; add --dataset_name, or other --tasks", tasks=",".join(measures))
     manager = find_tasks(tasks, args.include_path) if tasks else None
+    if args.output_dir:
+        args.output_dir.mkdir(parents=True, exist_ok=True)
     import torch
     from fp8_suite.benchmarks.evaluate.measure import measure
 
@@ -87,7 +84,6 @@ def evaluate(argv: list[str]) -> int:
     text = markdown(table.headings, table.texts)
     print(f"\n{text}\n")
     if args.output_dir:
-        args.output_dir.mkdir(parents=True, exist_ok=True)
         command = redact(shlex.join([*PROG.split(), *argv]))
         write_results(args.output_dir, results, command=command)
         replace_file(args.output_dir / "evaluation.md", f"{text}\n\n```\n{command}\n```\n".encode())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shlex
 import signal
@@ -86,20 +87,26 @@ def command_parser(prog: str, description: str, *, trains: bool = False) -> OneL
     return OneLineParser(prog=prog, allow_abbrev=False, description=first, epilog=epilog)
 
 
-def folder_flag(text: str) -> Path:
-    """Return a flag's folder; an empty text, as from an unset shell variable, is an error."""
-    if not text:
-        raise argparse.ArgumentTypeError("'' is no folder; give a path")
-    folder = Path(text).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a file; give a folder")
-    return folder
+def add_number(
+    parser: argparse.ArgumentParser,
+    name: str,
+    default: float | None,
+    text: str,
+    *,
+    kind: type = int,
+    least: int = 1,
+) -> None:
+    """Add a flag for a finite number of at least `least`, with its default in the help."""
 
+    def convert(word: str) -> float:
+        if not least <= (value := kind(word)) < math.inf:
+            raise bad_setting(f"must be at least {least}", **{name: word})
+        return value
 
-def refuse_run_folder(folder: Path) -> None:
-    """Raise UserError if `folder` is a training run's own, whose report would be replaced."""
-    if (folder / "metrics.jsonl").exists():
-        raise bad_setting("holds a training run; choose another folder", output_dir=folder)
+    convert.__name__ = kind.__name__  # which argparse names in errors
+    shown = text if default is None else f"{text} (default: {default})"
+    metavar = "N" if kind is int else "X"
+    parser.add_argument(f"--{name}", type=convert, default=default, metavar=metavar, help=shown)
 
 
 def command(cfg: Config, gpus: int) -> list[str]:

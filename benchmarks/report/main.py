@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from fp8_suite.benchmarks.records.launch import command_parser, folder_flag, run_command
+from fp8_suite.benchmarks.records.launch import command_parser, run_command
 from fp8_suite.benchmarks.records.runs import RunRecord, bad_input, find_runs, read_run
 from fp8_suite.benchmarks.records.table import read_table, read_texts
 from fp8_suite.benchmarks.report import figures, page
@@ -120,7 +120,7 @@ def report(argv: list[str]) -> int:
     )
     parser.add_argument("--reference", type=Path, metavar="RUN", help=reference)
     output = "folder for figures and report.html (default: the run folder; required for several runs)"
-    parser.add_argument("--output_dir", type=folder_flag, metavar="DIR", help=output)
+    parser.add_argument("--output_dir", type=Path, metavar="DIR", help=output)
     wandb = "upload the report to W&B, in the reference's project"
     parser.add_argument("--use_wandb", action="store_true", help=wandb)
     args = parser.parse_args(argv)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks import throughput
-from fp8_suite.benchmarks.records.launch import command_parser, run_command
+from fp8_suite.benchmarks.records.launch import add_number, command_parser, run_command
 from fp8_suite.benchmarks.records.variants import given_settings, split_flags
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.signals import stop_with_parent
@@ -41,12 +41,9 @@ OWNED = ("dataset_name", "split_name", "tokenizer_name", *FIXED)  # set by this 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Return the parsed flags of the benchmark, and the training settings."""
     parser = command_parser(PROG, __doc__, trains=True)
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="saves of a kind after its first")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps a save (default: as many as it takes)")
+    add_number(parser, "repeats", 3, "saves of a kind after its first")
+    add_number(parser, "steps", None, "steps a save (default: as many as it takes)", least=4)
     arguments, training = split_flags(parser, argv)
-    for name, least in (("repeats", 1), ("steps", 4)):
-        if (value := getattr(arguments, name)) is not None and value < least:
-            raise bad_setting(f"must be at least {least}", **{name: value})
     requested = given_settings(training, PROG, OWNED)
     if not requested.get("output_dir"):
         raise bad_setting("give a new folder on the disk to measure", output_dir="")

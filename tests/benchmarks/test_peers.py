@@ -98,7 +98,7 @@ def test_te_is_refused_where_it_is_not_installed(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--model_name tiny-llama --steps 5", "--steps 5: the first 5 steps are not measured"),
+        ("--model_name tiny-llama --steps 5", "--steps 5: must be at least 6"),
         ("--model_name tiny-lama", "did you mean 'tiny-llama'?"),
         ("--model_name tiny-llama --steps 7", "--device cuda: no GPU"),
         ("--model_name tiny-llama --stack te", "--stack te: Transformer Engine needs a CUDA GPU"),

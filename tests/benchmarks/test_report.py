@@ -55,7 +55,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         ([good, tmp_path / "empty"], "not a run folder"),
         ([good, "--reference", tmp_path / "nowhere"], "nowhere: no such folder"),
         ([broken], "summary.json: damaged"),
-        ([good, "--output_dir", broken / "summary.json"], "summary.json is a file; give a folder"),
+        ([good, "--output_dir", broken / "summary.json"], "File exists: "),
         ([], "give either run folders or --study"),
         (["--study", "nope"], "--study nope: no such study"),
     ):
