@@ -9,15 +9,16 @@ import argparse
 import shlex
 from pathlib import Path
 
-from fp8_suite.benchmarks.compare.variant_runs import VariantRun, build_runs, check_before_start
-from fp8_suite.benchmarks.compare.verdict import Verdict, conclude, write_verdict
+from fp8_suite.benchmarks.compare.variant_runs import build_runs, check_before_start
+from fp8_suite.benchmarks.compare.verdict import conclude, exit_code, write_verdict
 from fp8_suite.benchmarks.records.grid import Failures, GridRun, train_all
 from fp8_suite.benchmarks.records.launch import add_number, command_parser, run_command
 from fp8_suite.benchmarks.records.runs import RunRecord, read_run
 from fp8_suite.benchmarks.records.variants import VARIANTS, given_settings, parse_variants, split_flags
-from fp8_suite.benchmarks.report.judge import MAX_LOSS_GAP
+from fp8_suite.benchmarks.report.judge import MAX_LOSS_GAP, Verdict
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, bad_setting
 from fp8_suite.core.redact import redact
+from fp8_suite.training.tracking.settings import LogConfig
 
 PROG = "python -m benchmarks.compare"
 
@@ -62,11 +63,10 @@ def compare(argv: list[str]) -> int:
     planned = [run for run in planned if run.first or run.variant not in failures]
     failures = {run.name: failures[run.name] for run in planned if run.name in failures}
     records = {run.name: read_run(run.folder) for run in planned if run.name not in failures}
-    verdict = conclude(planned, records, failures, args.max_loss_gap)
-    command = redact(shlex.join([*PROG.split(), *argv]))
-    write_verdict(verdict, folder, command, args.price_per_gpu_hour)
-    _report(verdict, planned, records, args)
-    return verdict.exit_code(failures, strict=args.strict)
+    verdict = conclude(planned, records, failures, args.max_loss_gap, args.price_per_gpu_hour)
+    write_verdict(verdict, records, folder, redact(shlex.join([*PROG.split(), *argv])))
+    _report(verdict, list(records.values()), folder, reference.cfg.log)
+    return exit_code(verdict, failures, strict=args.strict)
 
 
 def _why_skip(run: GridRun, failures: Failures, reference: GridRun) -> str | None:
@@ -75,21 +75,14 @@ def _why_skip(run: GridRun, failures: Failures, reference: GridRun) -> str | Non
     return next((f"{name} failed" for name in failed), None)
 
 
-def _report(
-    verdict: Verdict, planned: list[VariantRun], records: dict[str, RunRecord], args: argparse.Namespace
-) -> None:
+def _report(verdict: Verdict, runs: list[RunRecord], folder: Path, log: LogConfig) -> None:
     """Write the report of all runs; upload it with --use_wandb."""
     from fp8_suite.benchmarks.report import main as report  # imports matplotlib, which is slow
-    from fp8_suite.benchmarks.report.page import Conclusion
 
-    reference = records[planned[0].name]
-    compared = [run for run in planned if run.baseline and run.name in records]
-    baselines = {records[run.name].folder: records.get(run.baseline) for run in compared}
-    conclusion = Conclusion(verdict.answer, verdict.table, verdict.notes, baselines, args.price_per_gpu_hour)
-    tables, figures = report.write(list(records.values()), reference, args.output_dir, conclusion)
-    if (log := planned[0].cfg.log).use_wandb:
+    tables, figures = report.write(runs, verdict.reference, folder, verdict)
+    if log.use_wandb:
         config = {"answer": verdict.answer, "max_loss_gap_percent": verdict.max_loss_gap}
-        report.upload(args.output_dir, log, tables | {"verdict": verdict.table}, figures, config)
+        report.upload(folder, log, tables | {"verdict": verdict.table}, figures, config)
 
 
 def main(argv: list[str] | None = None) -> int:

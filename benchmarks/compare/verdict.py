@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from fp8_suite.benchmarks.compare.variant_runs import VariantRun
 from fp8_suite.benchmarks.records.grid import Failures
 from fp8_suite.benchmarks.records.runs import RunRecord, bad_input
 from fp8_suite.benchmarks.report import gaps
-from fp8_suite.benchmarks.report.judge import LINES, Line, Result, answer, judge_pairs, lines_of
-from fp8_suite.benchmarks.report.tables import Table, make_table, markdown, provenance, report_tables
+from fp8_suite.benchmarks.report.judge import Verdict, judge_pairs
+from fp8_suite.benchmarks.report.tables import markdown, provenance, report_tables
 from fp8_suite.core.files import replace_file, to_json
 
 Records = dict[str, RunRecord]  # by name of the run
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Results of the variants that ran, by name, the reference's left out; and what became of the others."""
-
-    reference: str
-    results: dict[str, Result]
-    stopped: dict[str, str]  # variant -> FAIL or SKIPPED, with the reason
-    notes: list[str]
-    records: list[RunRecord]
-    max_loss_gap: float
-
-    @cached_property
-    def lines(self) -> list[Line]:
-        names = {id(result.run): name for name, result in self.results.items()}
-        return lines_of(self.results.values(), lambda run: names.get(id(run), run.name))
-
-    @property
-    def answer(self) -> str:
-        return " ".join([answer(self.lines), *(f"{name}: {text}." for name, text in self.stopped.items())])
-
-    @property
-    def table(self) -> Table:
-        return make_table(LINES, self.lines)
-
-    def exit_code(self, failures: Failures, *, strict: bool) -> int:
-        """Return 1 if a run or a loss failed, or with `strict` if one was skipped or not decided; else 0."""
-        verdicts = {line.judgement.verdict for line in self.lines}
-        failed = "FAIL" in verdicts or not all(outcome.refused for outcome in failures.values())
-        return int(failed or (strict and bool(failures or "INCONCLUSIVE" in verdicts)))
 
 
 def conclude(
@@ -53,6 +20,7 @@ def conclude(
     records: Records,
     failures: Failures,
     max_loss_gap: float,
+    price_per_gpu_hour: float | None = None,
 ) -> Verdict:
     """Judge every variant over the seeds that finished. UserError if runs are not comparable."""
     check_records(planned, records)
@@ -60,16 +28,22 @@ def conclude(
     for run in planned:
         if run.baseline and {run.variant, run.name, run.baseline} <= records.keys():
             pairs.setdefault(run.variant, []).append((records[run.name], records[run.baseline]))
-    results = {name: judge_pairs(pairs, max_loss_gap) for name, pairs in pairs.items()}
     stopped = {run.name: _why_stopped(run, failures) for run in planned if run.first and run.baseline}
     return Verdict(
-        reference=planned[0].name,
-        results=results,
-        stopped={name: text for name, text in stopped.items() if name not in results},
-        notes=_notes_on_losses(results, records) + _notes_on_runs(planned, records, failures),
-        records=list(records.values()),
+        reference=records[planned[0].name],
+        results={name: judge_pairs(of_variant, max_loss_gap) for name, of_variant in pairs.items()},
+        stopped={name: text for name, text in stopped.items() if name not in pairs},
+        notes=_notes_on_losses(records) + _notes_on_runs(planned, records, failures),
         max_loss_gap=max_loss_gap,
+        price_per_gpu_hour=price_per_gpu_hour,
     )
+
+
+def exit_code(verdict: Verdict, failures: Failures, *, strict: bool) -> int:
+    """Return 1 if a run or a loss failed, or with `strict` if one was skipped or not decided; else 0."""
+    verdicts = {line.judgement.verdict for line in verdict.lines}
+    failed = "FAIL" in verdicts or not all(outcome.refused for outcome in failures.values())
+    return int(failed or (strict and bool(failures or "INCONCLUSIVE" in verdicts)))
 
 
 def check_records(planned: list[VariantRun], records: Records) -> None:
@@ -96,16 +70,9 @@ def _why_stopped(run: VariantRun, failures: Failures) -> str:
     return f"{'SKIPPED' if outcome.refused else 'FAIL'}, {outcome.reason}"
 
 
-def _notes_on_losses(results: dict[str, Result], records: Records) -> list[str]:
+def _notes_on_losses(records: Records) -> list[str]:
     """Return what the losses show beside the answer. The first record is the reference's."""
-    reference = next(iter(records.values()))
-    evaluations = {
-        n: result.final["evaluation"] for n, result in results.items() if "evaluation" in result.final
-    }
-    notes = [
-        f"{name}, evaluation loss: {judged.verdict}, {judged.describe()}."
-        for name, judged in evaluations.items()
-    ]
+    reference, notes = next(iter(records.values())), []
     repeated = [run for run in records.values() if gaps.repeats(run, reference)]
     if moved := [100 * gap for run in repeated if (gap := gaps.final_gap(run, reference)) is not None]:
         span = " to ".join(dict.fromkeys(f"{gap:+.2f}" for gap in (min(moved), max(moved))))
@@ -149,17 +116,17 @@ def _notes_on_runs(planned: list[VariantRun], records: Records, failures: Failur
     return notes
 
 
-def write_verdict(verdict: Verdict, folder: Path, command: str, price: float | None = None) -> None:
+def write_verdict(verdict: Verdict, records: Records, folder: Path, command: str) -> None:
     """Print the verdict; write verdict.json and verdict.md. Their first line is the answer."""
     losses: dict[str, dict[str, dict]] = {}
     for line in verdict.lines:
         losses.setdefault(line.variant, {})[line.loss] = line.judgement.to_dict()
     record = {
         "answer": verdict.answer,
-        "reference": verdict.reference,
+        "reference": verdict.reference.name,
         "max_loss_gap_percent": verdict.max_loss_gap,
-        "seeds": sorted({run.config["seed"] for run in verdict.records}),
-        "emulated": any(run.emulated for run in verdict.records),
+        "seeds": sorted({run.config["seed"] for run in records.values()}),
+        "emulated": any(run.emulated for run in records.values()),
         "variants": {n: losses[n] | {"speedup": result.speedup} for n, result in verdict.results.items()},
         "stopped": verdict.stopped,
         "notes": verdict.notes,
@@ -168,7 +135,7 @@ def write_verdict(verdict: Verdict, folder: Path, command: str, price: float | N
     replace_file(folder / "verdict.json", to_json(record, indent=1))
     table = [markdown(verdict.table.headings, verdict.table.texts)] if verdict.lines else []
     body = "\n\n".join([verdict.answer, *table, "\n".join(f"- {note}" for note in verdict.notes)])
-    runs = report_tables(verdict.records, price)["runs"]
+    runs = report_tables([*records.values()], verdict.price_per_gpu_hour)["runs"]
     text = f"{body}\n\n{markdown(runs.headings, runs.texts)}\n\n```\n{command}\n```\n"
     replace_file(folder / "verdict.md", text.encode())
     print(f"\n{body}\n\nverdict: {folder / 'verdict.md'}\n", flush=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fp8_suite.benchmarks.records.runs import DEFAULT, WORK, RunRecord, Series
 from fp8_suite.benchmarks.report.gaps import Comparison, loss_gap, repeats, smooth
-from fp8_suite.benchmarks.report.judge import Judgement, Result, judge_all
+from fp8_suite.benchmarks.report.judge import Judgement, Result
 from fp8_suite.benchmarks.report.tables import Columns, labels, metric_columns, read_value
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
@@ -45,10 +45,10 @@ class Drawn(NamedTuple):
     figure: Figure
 
 
-def draw_all(runs: list[RunRecord], losses: Comparison) -> dict[str, Drawn]:
+def draw_all(runs: list[RunRecord], losses: Comparison, results: list[Result]) -> dict[str, Drawn]:
     """Draw everything that the runs logged; return the figures by file name without suffix."""
     drawn = {}
-    if results := judge_all(losses):
+    if results:
         caption = (
             "Gap of the mean training loss over the last 10 % of steps to the baseline's, mean over the "
             "seeds. Lines: its one-sided 95 % bounds."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 from statistics import fmean
 
 from fp8_suite.benchmarks.records.runs import DEFAULT, EFFECTS, RunRecord, Series
@@ -183,23 +182,16 @@ class Comparison:
     left_out: dict[str, str]  # label -> reason
 
 
-def compare_losses(
-    runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord | None] | None = None
-) -> Comparison:
-    """Pair every run with its baseline: `baselines[run.folder]` (None: it failed), else the reference.
-
-    Without `baselines` it is the repetition of the reference with the run's seed, if there is one.
-    """
+def compare_losses(runs: list[RunRecord], reference: RunRecord) -> Comparison:
+    """Pair every run with the repetition of the reference with its seed, or else with the reference."""
     pairs, left_out = [], {}
     seeds = seed_runs(runs, reference)
     by_seed = {run.setting("seed"): run for run in seeds}
     for label, run in zip(labels(runs), runs, strict=True):
         if run is reference:
             continue
-        same_seed = reference if run in seeds else by_seed.get(run.setting("seed"), reference)
-        baseline = same_seed if baselines is None else baselines.get(run.folder, reference)
-        reason = "its baseline failed" if baseline is None else why_not_comparable(run, baseline)
-        if reason:
+        baseline = reference if run in seeds else by_seed.get(run.setting("seed"), reference)
+        if reason := why_not_comparable(run, baseline):
             left_out[label] = reason
         else:
             pairs.append((run, baseline))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -299,3 +299,33 @@ def answer(lines: Iterable[Line]) -> str:
         if (verdict := line.judgement.verdict) != "PASS":
             parts.append(f"{verdict} for {line.variant}: {line.judgement.describe()}")
     return "; ".join(parts) + "." if parts else "Nothing was compared."
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Results of a comparison by variant, the reference's left out; and what became of the other variants."""
+
+    reference: RunRecord
+    results: dict[str, Result]
+    stopped: dict[str, str]  # variant -> FAIL or SKIPPED, with the reason
+    notes: list[str]
+    max_loss_gap: float
+    price_per_gpu_hour: float | None
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        names = {id(result.run): name for name, result in self.results.items()}
+        return lines_of(self.results.values(), lambda run: names.get(id(run), run.name))
+
+    @property
+    def answer(self) -> str:
+        return " ".join([answer(self.lines), *(f"{name}: {text}." for name, text in self.stopped.items())])
+
+    @property
+    def table(self) -> Table:
+        return make_table(LINES, self.lines)
+
+    @property
+    def losses(self) -> gaps.Comparison:
+        pairs = [pair for result in self.results.values() for pair in result.pairs]
+        return gaps.Comparison(self.reference, pairs, {})

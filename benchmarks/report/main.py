@@ -15,25 +15,22 @@ from fp8_suite.benchmarks.records.runs import RunRecord, bad_input, find_runs, r
 from fp8_suite.benchmarks.records.table import read_table, read_texts
 from fp8_suite.benchmarks.report import figures, page
 from fp8_suite.benchmarks.report.gaps import compare_losses, pick_reference
-from fp8_suite.benchmarks.report.judge import LINES, answer, gaps_over_time, judge_all, lines_of
+from fp8_suite.benchmarks.report.judge import LINES, Verdict, answer, gaps_over_time, judge_all, lines_of
 from fp8_suite.benchmarks.report.tables import Table, labels, make_table, markdown, provenance, report_tables
 from fp8_suite.training.tracking.settings import LogConfig
 from fp8_suite.training.tracking.wandb_writer import start_wandb, wandb_id
 
 
 def write(
-    runs: list[RunRecord],
-    reference: RunRecord,
-    target: Path | None,
-    conclusion: page.Conclusion | None = None,
+    runs: list[RunRecord], reference: RunRecord, target: Path | None, verdict: Verdict | None = None
 ) -> tuple[dict[str, Table], list[Path]]:
     """Print the table of runs; write figures and report.html to `target`. Returns tables and figure paths."""
-    tables = report_tables(runs, conclusion and conclusion.price_per_gpu_hour)
-    losses = compare_losses(runs, reference, conclusion and conclusion.baselines)
+    tables = report_tables(runs, verdict and verdict.price_per_gpu_hour)
+    losses = verdict.losses if verdict else compare_losses(runs, reference)
+    results = list(verdict.results.values()) if verdict else judge_all(losses)
     names = dict(zip(map(id, runs), labels(runs), strict=True))
-    results = judge_all(losses)
     several = [result for result in results if len(result.pairs) > 1]
-    if conclusion is None and several:
+    if verdict is None and several:
         lines = lines_of(several, lambda run: names[id(run)])
         verdicts = make_table(LINES, lines)
         print(answer(lines), markdown(verdicts.headings, verdicts.texts), sep="\n\n", end="\n\n")
@@ -48,13 +45,13 @@ def write(
         return tables, []
     target.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(figures.STYLE):
-        drawn = figures.draw_all(runs, losses)
+        drawn = figures.draw_all(runs, losses, results)
         paths = [target / f"{name}.png" for name in drawn]
         print()
         for path, (_, caption, figure) in zip(paths, drawn.values(), strict=True):
             figure.savefig(path, dpi=150)
             print(f"{path}: {caption}")
-        html = page.render(runs, tables, drawn, losses, conclusion)
+        html = page.render(runs, tables, drawn, losses, results, verdict)
     if "loss" not in drawn:
         print("\nno loss.png: no loss was logged")
     (target / "report.html").write_text(html, encoding="utf-8")

@@ -5,25 +5,15 @@ from __future__ import annotations
 import base64
 import io
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.benchmarks.report import gaps
 from fp8_suite.benchmarks.report.figures import Drawn
-from fp8_suite.benchmarks.report.judge import LINES, judge_all, lines_of
+from fp8_suite.benchmarks.report.judge import LINES, Result, Verdict, lines_of
 from fp8_suite.benchmarks.report.tables import Table, labels, make_table, provenance, settings, tagged
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
-
-
-class Conclusion(NamedTuple):
-    """Answer of a comparison, with the verdicts and notes, at the top of its report."""
-
-    answer: str
-    verdicts: Table
-    notes: list[str]
-    baselines: dict[Path, RunRecord | None]  # by run folder, for `gaps.compare_losses`
-    price_per_gpu_hour: float | None
 
 
 def render(
@@ -31,9 +21,10 @@ def render(
     tables: dict[str, Table],
     figures: dict[str, Drawn],
     losses: gaps.Comparison,
-    conclusion: Conclusion | None = None,
+    results: list[Result],
+    verdict: Verdict | None,
 ) -> str:
-    """Return the HTML page."""
+    """Return the HTML page. A comparison's answer, with verdicts and notes, is at its top."""
     names = labels(runs)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -45,11 +36,11 @@ def render(
     return environment.get_template("page.html.j2").render(
         title=f"Training report: {names[0] if len(runs) == 1 else f'{len(runs)} runs'}",
         emulated=[name for name, run in zip(names, runs, strict=True) if run.emulated],
-        conclusion=conclusion,
+        verdict=verdict,
         tables=tables,
         origins=dict(zip(names, map(provenance, runs), strict=True)),
         figures=[(drawn.section, drawn.caption, data_uri(drawn.figure)) for drawn in figures.values()],
-        gap=gap_section(runs, losses),
+        gap=gap_section(runs, losses, results),
         settings=settings_section(runs, losses.reference),
     )
 
@@ -61,10 +52,10 @@ def data_uri(figure: Figure) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def gap_section(runs: list[RunRecord], losses: gaps.Comparison) -> dict[str, Any]:
+def gap_section(runs: list[RunRecord], losses: gaps.Comparison, results: list[Result]) -> dict[str, Any]:
     """Return the table of loss gaps, what they mean, and the runs without one."""
     names = dict(zip(map(id, runs), labels(runs), strict=True))
-    lines = lines_of(judge_all(losses), lambda run: names[id(run)])
+    lines = lines_of(results, lambda run: names[id(run)])
     return {
         "reference": names[id(losses.reference)],
         "table": make_table(LINES, lines),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fp8_suite.benchmarks.compare.main import main, parse
 from fp8_suite.benchmarks.compare.variant_runs import build_runs, check_before_start
-from fp8_suite.benchmarks.compare.verdict import conclude
+from fp8_suite.benchmarks.compare.verdict import conclude, exit_code
 from fp8_suite.benchmarks.records import grid
 from fp8_suite.benchmarks.records.launch import Outcome
 from fp8_suite.benchmarks.records.runs import read_run
@@ -202,7 +202,7 @@ def test_a_seed_that_failed_is_left_out(tmp_path):
     failures = {"delayed-seed44": Outcome(1, tmp_path, "it broke")}
     (tmp_path / "settings.json").touch()  # it had started
     verdict = judged(planned, failures)
-    assert len(verdict.results["delayed"].pairs) == 2 and verdict.exit_code(failures, strict=False) == 1
+    assert len(verdict.results["delayed"].pairs) == 2 and exit_code(verdict, failures, strict=False) == 1
     assert "delayed-seed44 did not finish: it broke (exit code 1)." in verdict.notes
 
 
@@ -215,7 +215,7 @@ def test_losses_that_are_not_finite_fail(tmp_path):
     answers = verdicts(verdict)
     assert answers["delayed", "training"] == answers["current", "evaluation"] == "FAIL"
     assert answers["current", "training"] == "PASS" and len(verdict.results["current"].training.gaps) == 2
-    assert verdict.exit_code({}, strict=False) == 1
+    assert exit_code(verdict, {}, strict=False) == 1
 
 
 def test_a_reference_that_diverges_leaves_no_verdict(tmp_path, capsys):
@@ -292,8 +292,8 @@ def test_a_variant_that_does_not_run_is_skipped_or_fails(tmp_path, outcome, stat
     failures = {"nvfp4": outcome}
     verdict = judged(planned, failures)
     assert verdict.stopped["nvfp4"].startswith(status) and f"nvfp4: {status}" in verdict.answer
-    assert verdict.exit_code(failures, strict=False) == int(status == "FAIL")
-    assert verdict.exit_code(failures, strict=True) == 1
+    assert exit_code(verdict, failures, strict=False) == int(status == "FAIL")
+    assert exit_code(verdict, failures, strict=True) == 1
 
 
 def test_incomparable_runs_are_refused_before_anything_runs(tmp_path):
