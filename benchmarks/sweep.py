@@ -15,24 +15,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from fp8_suite.benchmarks.records.grid import Failures, GridRun, require_all_inputs, train_all
+from fp8_suite.benchmarks.records.grid import Failures, GridRun, require_all_inputs, run_config, train_all
 from fp8_suite.benchmarks.records.launch import command_parser, is_finished, run_command
 from fp8_suite.benchmarks.records.runs import bad_input
 from fp8_suite.benchmarks.records.variants import (
     OWNED,
-    Variant,
     given_settings,
     parse_variants,
-    run_config,
     split_flags,
     split_settings,
 )
 from fp8_suite.benchmarks.throughput import made_up_rows
-from fp8_suite.core.errors import UserError, bad_setting
+from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.readers import UnreadableFile, read_yaml
 from fp8_suite.core.settings import convert, nearest
 from fp8_suite.training.config import all_settings
-from fp8_suite.training.estimate.sizes import check_number_of_ranks, global_batch, with_data_ranks
+from fp8_suite.training.estimate.sizes import global_batch, with_data_ranks
 
 PROG = "python -m benchmarks.sweep"
 # Short names of axes. All other settings are axes under their own names.
@@ -91,7 +89,8 @@ def build_grid(
     `precisions` are the file's values of that axis, of which `axes` may have fewer.
     """
     named, runs = list(axes), []
-    variants = _variants(axes.get("precision", ["bf16"]), precisions)
+    values, beside = [*map(str, axes.get("precision", ["bf16"]))], map(str, precisions)
+    variants = parse_variants(values, flag="axis precision", beside=beside)
     axes = axes | {"precision": variants, "gpus": axes.get("gpus", [1])}
     for name in axes:
         if (setting := AXES.get(name, name)) in common:
@@ -102,13 +101,7 @@ def build_grid(
         name = "-".join(_label(axis, at[axis]) for axis in named)
         variant, gpus = at.pop("precision"), convert("gpus", at.pop("gpus"), int)
         settings = common | {k: v for axis, value in at.items() for k, v in _settings(axis, value).items()}
-        if gpus < 1:
-            raise bad_setting("must be at least 1", gpus=gpus)
-        try:
-            cfg = run_config(settings | variant.settings, folder / "runs" / name)
-            check_number_of_ranks(*with_data_ranks(cfg, gpus))
-        except UserError as fault:
-            raise bad_input(f"{name}: {fault}") from None
+        cfg = run_config(name, settings | variant.settings, gpus, folder / "runs" / name)
         runs.append(GridRun(name=name, cfg=cfg, gpus=gpus))
     if twice := next((n for n, count in Counter(run.name for run in runs).items() if count > 1), None):
         raise bad_input(f"two runs of the grid have the folder name {twice}; change the values that name it")
@@ -119,15 +112,6 @@ def _settings(axis: str, value: Any) -> dict[str, Any]:
     """Return the settings of an axis value, such as 8 or `hsdp+hsdp_shard_size=2`."""
     first, further = split_settings(value) if "=" in str(value) else (value, {})
     return {AXES.get(axis, axis): first} | further
-
-
-def _variants(values: Sequence[Any], precisions: Sequence[Any]) -> list[Variant]:
-    """Return the variants of an axis. The layers of `bf16` follow from all `precisions` of the file."""
-    flag = "axis precision"
-    names = [variant.name for variant in parse_variants([str(value) for value in values], flag=flag)]
-    others = [str(value) for value in precisions if str(value) not in names]
-    known = {variant.name: variant for variant in parse_variants([*names, *others], flag=flag)}
-    return [known[name] for name in names]
 
 
 def _label(axis: str, value: Any) -> str:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8_suite.benchmarks.records.grid import GridRun, require_all_inputs
+from fp8_suite.benchmarks.records.grid import GridRun, require_all_inputs, run_config
 from fp8_suite.benchmarks.records.launch import is_begun
 from fp8_suite.benchmarks.records.runs import bad_input, read_run
-from fp8_suite.benchmarks.records.variants import Variant, run_config
-from fp8_suite.core.errors import UserError, bad_setting, counted
-from fp8_suite.training.estimate.sizes import check_number_of_ranks, global_batch, with_data_ranks
+from fp8_suite.benchmarks.records.variants import Variant
+from fp8_suite.core.errors import bad_setting, counted
+from fp8_suite.training.estimate.sizes import global_batch, with_data_ranks
 
 # Defaults of the runs; training flags on the command line override them.
 DEFAULTS: dict[str, Any] = {
@@ -65,10 +65,8 @@ def build_runs(
         needs_export = common.get("generate_samples") or "export_dtype" in common
         export = {"export": True} if needs_export else {}
         settings = DEFAULTS | export | common | by_name[name].settings | change
-        try:
-            cfg = run_config(settings, folder / "runs" / f"{by_name[name].folder_name}{suffix}")
-        except UserError as error:
-            raise bad_input(f"variant {name}: {error}") from None
+        run_folder = folder / "runs" / f"{by_name[name].folder_name}{suffix}"
+        cfg = run_config(name, settings, gpus, run_folder)
         baseline = baselines[name] and baselines[name] + suffix
         return VariantRun(name=name + suffix, cfg=cfg, gpus=gpus, variant=name, baseline=baseline)
 
@@ -98,7 +96,6 @@ def check_before_start(runs: list[VariantRun]) -> None:
     reference = runs[0]
     batch = global_batch(reference.cfg, reference.data_ranks)
     for run in runs:
-        check_number_of_ranks(*with_data_ranks(run.cfg, run.gpus))
         if (size := global_batch(run.cfg, run.data_ranks)) != batch:
             raise bad_input(
                 f"{run.name} and {reference.name} cannot be compared: --batch_size x "

@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fp8_suite.benchmarks.records.launch import Outcome, is_finished, launch
-from fp8_suite.core.errors import EXIT_FAILED
-from fp8_suite.training.config import Config
+from fp8_suite.core.errors import EXIT_FAILED, UserError
+from fp8_suite.training.config import Config, config_from_dict
+from fp8_suite.training.estimate.sizes import check_number_of_ranks, with_data_ranks
 from fp8_suite.training.launch import require_inputs
 
 Failures = dict[str, Outcome]  # by name of the run
@@ -26,6 +28,20 @@ class GridRun:
     @property
     def folder(self) -> Path:
         return Path(self.cfg.checkpoint.output_dir)
+
+
+def run_config(name: str, settings: dict[str, Any], gpus: int, folder: Path) -> Config:
+    """Return the configuration of a run; `folder` is DIR/runs/NAME. UserError, with `name`, if it cannot be.
+
+    On W&B the run is NAME, unless the settings name another.
+    """
+    tracking = {"wandb_run_name": folder.name} if settings.get("use_wandb") else {}
+    try:
+        cfg = config_from_dict(tracking | settings | {"output_dir": str(folder)})
+        check_number_of_ranks(*with_data_ranks(cfg, gpus))
+    except UserError as error:
+        raise UserError(f"{name}: {error}", flags=error.flags, exit_code=error.exit_code) from None
+    return cfg
 
 
 def require_all_inputs(runs: Iterable[GridRun]) -> None:

@@ -6,14 +6,13 @@ import argparse
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks.records.runs import bad_input
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 from fp8_suite.core.recipes import TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.core.settings import nearest
-from fp8_suite.training.config import Config, all_settings, build_parser, config_from_dict, load_config_file
+from fp8_suite.training.config import all_settings, build_parser, load_config_file
 
 # A fallback recipe would be compared under the wrong name, so an unsupported recipe is an error.
 _TE = {"use_te": True, "fp8_fallback": "error"}
@@ -56,18 +55,20 @@ class Variant:
         return re.sub(r"[^\w.+=-]", "_", self.name)
 
 
-def parse_variants(words: list[str], *, flag: str = "--variants") -> list[Variant]:
+def parse_variants(
+    words: list[str], *, flag: str = "--variants", beside: Iterable[str] = ()
+) -> list[Variant]:
     """Parse `bf16,delayed,current+moment_dtype=bf16`; several words form one list.
 
     Values may contain commas, so a comma separates only where a variant's name follows, and
-    `moment_dtype=fp8,fp16` is one value. `bf16` uses TE layers if the list has fp16, a TE recipe or bf16_hf,
-    else Hugging Face layers. UserError for an unknown or duplicate variant, or for a setting that a variant
-    must not change.
+    `moment_dtype=fp8,fp16` is one value. `bf16` uses TE layers if `words` or `beside` has fp16, a TE recipe
+    or bf16_hf, else Hugging Face layers. UserError for an unknown or duplicate variant, or for a setting that
+    a variant must not change.
     """
     in_moments = r"(?!(?:(?<=moment_dtype=fp8,)|(?<=moment_dtype=\w{4},))fp16(?:[+,]|$))"
     separator = rf",{in_moments}(?=(?:{'|'.join(VARIANTS)})(?:[+,]|$))"
     names = [name for word in words for name in re.split(separator, word) if name]
-    recipes = [name.split("+")[0] for name in names]
+    recipes = [name.split("+")[0] for name in (*names, *beside)]
     te_layers = "bf16_hf" in recipes or any(recipe in ("fp16", *TE_RECIPES) for recipe in recipes)
     variants = [_parse(name, te_layers, flag) for name in names]
     if not variants:
@@ -124,12 +125,3 @@ def given_settings(argv: list[str], prog: str, owned: Iterable[str] = OWNED) -> 
             raise bad_setting(f"{prog} sets this for every run; drop it", **{name: flags[name]})
     in_file = load_config_file(path) if path else {}
     return {k: v for k, v in in_file.items() if k not in owned} | flags
-
-
-def run_config(settings: dict[str, Any], folder: Path) -> Config:
-    """Return the configuration of a run of a comparison or sweep; `folder` is DIR/runs/NAME.
-
-    On W&B the run is NAME, unless the settings name another.
-    """
-    tracking = {"wandb_run_name": folder.name} if settings.get("use_wandb") else {}
-    return config_from_dict(tracking | settings | {"output_dir": str(folder)})

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from fp8_suite.benchmarks.records import launch
-from fp8_suite.benchmarks.records.variants import VARIANTS, parse_variants, run_config
+from fp8_suite.benchmarks.records.grid import run_config
+from fp8_suite.benchmarks.records.variants import VARIANTS, parse_variants
 from fp8_suite.core.errors import EXIT_IN_USE, EXIT_INTERRUPTED, UserError
 from fp8_suite.core.packages import ROOT
 from fp8_suite.training.config import config_from_dict, parse_config
@@ -30,7 +31,7 @@ def test_a_value_may_hold_commas(tmp_path):
     name = "delayed+precision_map=layers.0=bf16,layers.1=bf16+fp8_amax_history_len=1"
     bf16, delayed, block = parse_variants([f"bf16,{name},block"])
     assert (bf16.name, delayed.name, block.name) == ("bf16", name, "block")
-    cfg = run_config(delayed.settings, tmp_path / "runs" / delayed.folder_name)
+    cfg = run_config("delayed", delayed.settings, 1, tmp_path / "runs" / delayed.folder_name)
     values = cfg.precision.precision_map, cfg.precision.fp8_amax_history_len
     assert values == ("layers.0=bf16,layers.1=bf16", 1)
     assert Path(cfg.checkpoint.output_dir).parent == tmp_path / "runs"
