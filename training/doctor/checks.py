@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fp8_suite.core.errors import UserError, first_line
@@ -52,7 +52,6 @@ class Finding:
     status: Literal["ok", "note", "fault"]
     text: str
     cure: str | None = None  # shell command that fixes it
-    data: dict[str, Any] = field(default_factory=dict)
 
 
 def output(*command: str) -> str | None:
@@ -154,10 +153,9 @@ def check_te() -> Iterator[Finding]:
     folder, loaded = te_runtime.torch_cudnn(), [str(path) for path in te_runtime.loaded_cudnns()]
     if len(loaded) > 1:
         text = f"two cuDNNs are mixed, {' and '.join(loaded)}: attention may run unfused, 4x slower"
-        yield Finding("fault", text, f"export CUDNN_HOME={folder}", {"loaded": loaded})
+        yield Finding("fault", text, f"export CUDNN_HOME={folder}")
     elif gpu:
-        text = f"cuDNN {torch.backends.cudnn.version()} of torch, in {folder}"
-        yield Finding("ok", text, data={"loaded": loaded})
+        yield Finding("ok", f"cuDNN {torch.backends.cudnn.version()} of torch, in {folder}")
 
 
 def check_recipes() -> Iterator[Finding]:
@@ -182,8 +180,7 @@ def check_recipes() -> Iterator[Finding]:
             status, text = "note", first_line(error)
         except Exception as error:
             status, text = "fault", f"{type(error).__name__}: {first_line(error)}"
-        data = {"recipe": name, "backend": backend, "runs": status == "ok"}
-        yield Finding(status, f"{name:<18} {backend}: {text}", data=data)
+        yield Finding(status, f"{name:<18} {backend}: {text}")
 
 
 def train_layer(recipe: str, backend: Backend) -> None:

@@ -1,6 +1,5 @@
 """The doctor: run on this machine, and each fault made at the lowest layer that can have it."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,14 +10,14 @@ import pytest
 import torch
 from fp8_suite.core.packages import ROOT
 from fp8_suite.core.recipes import RECIPES
-from fp8_suite.training.doctor import checks, report
+from fp8_suite.training.doctor import checks
 from fp8_suite.training.precision import te_runtime
 
 SMI = "NVIDIA-SMI 580.159.04   Driver Version: 580.159.04   CUDA Version: 13.0"
 
 
-def start(*arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    command = [sys.executable, *options, "-m", "training.doctor", *arguments]
+def start(*options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, *options, "-m", "training.doctor"]
     env = dict(os.environ, CUDA_VISIBLE_DEVICES="")
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
 
@@ -39,41 +38,22 @@ def test_a_machine_without_gpu_is_healthy_on_one_screen():
     done = start()
     assert done.returncode == 0 and done.stderr == "", done.stdout
     lines = done.stdout.splitlines()
-    assert len(lines) <= 30 and max(map(len, lines)) <= 110 and "healthy: nothing is broken" in lines
+    assert len(lines) <= 30 and "healthy: nothing is broken" in lines
     assert {name for name in RECIPES if any(name in line for line in lines)} == set(RECIPES)
 
 
 def test_a_recipe_that_should_run_and_raises_is_a_fault(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.delattr("fp8_suite.te_models.emulation.Linear")
-    rows = {finding.data["recipe"]: finding for finding in checks.check_recipes()}
+    rows = {finding.text.split()[0]: finding for finding in checks.check_recipes()}
     assert rows["delayed"].status == "fault" and "AttributeError" in rows["delayed"].text
     assert rows["rowwise"].status == "note" and "pip install torchao" in rows["rowwise"].text
 
 
 def test_without_any_package_one_command_installs_all():
-    done = start("--json", options=("-S",))
-    faults = [row for row in json.loads(done.stdout)["findings"] if row["status"] == "fault"]
+    done = start("-S")
     assert done.returncode == 1 and done.stderr == ""
-    assert [fault["cure"] for fault in faults] == [checks.INSTALL] and "torch is missing" in faults[0]["text"]
-
-
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        ("os.abort()", "exit code -6"),
-        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("signal.pause()", "hangs"),
-    ],
-)
-def test_a_check_that_crashes_raises_or_hangs_is_a_fault(body, text, monkeypatch, tmp_path):
-    folder = tmp_path / "fp8_suite" / "training" / "doctor"
-    folder.mkdir(parents=True)
-    (folder / "__main__.py").write_text(f"import os, signal\n{body}\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(report, "SECONDS", 5)
-    [fault] = report.examine_in_child("te")
-    assert fault.status == "fault" and text in fault.text
+    assert "torch is missing" in done.stdout and f"to fix: {checks.INSTALL}\n" in done.stdout
 
 
 def test_packages_that_are_too_old_are_a_fault(monkeypatch):
