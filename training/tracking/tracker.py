@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from statistics import median_low
 from typing import Any
 
-from fp8_suite.core.errors import bad_setting, counted
+from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.files import explaining_write_errors, replace_file, to_json
 from fp8_suite.core.packages import version
 from fp8_suite.core.readers import parse_json, read_record
@@ -99,11 +97,7 @@ def build_tracker(
         if (value := getattr(cfg, name)) and version(package) is None:
             raise bad_setting(f"{package} is not installed; pip install {package}", **{name: value})
     new = replaces_finished_run(run_folder, resume_step)
-    record = JsonlWriter(run_folder, resume_step, evaluates_again=evaluates_again)
-    if lost := missing_steps(record.logged_steps, resume_step or 0, cfg.log_interval):
-        text = f"metrics.jsonl lacks the rows of {counted(lost, 'step')} before the resume at {resume_step}"
-        tqdm.write(f"WARNING: {text}: they were deleted or lost", file=sys.stderr)
-    tracker = Tracker(record)
+    tracker = Tracker(JsonlWriter(run_folder, resume_step, evaluates_again=evaluates_again))
     if cfg.log_dir:  # first, because closing W&B may time out in a failed run
         tracker.add_service("TensorBoard", lambda: TensorBoardWriter(cfg.log_dir, resume_step))
     if cfg.use_wandb:
@@ -120,9 +114,7 @@ class JsonlWriter:
             run_folder.mkdir(parents=True, exist_ok=True)
             self._path.touch()
             step = -1 if resume_step is None else resume_step
-            kept = _discard_after(self._path, step, evaluation=evaluates_again)
-            has_begun = bool(kept) or any(run_folder.glob("checkpoints/step_*"))
-            self.logged_steps = [0, *kept] if has_begun else []  # up to the resume
+            _discard_after(self._path, step, evaluation=evaluates_again)
             if self._summary_path.exists():  # a stale summary must not look like this launch's
                 self._summary_path.replace(run_folder / "summary.previous.json")
 
@@ -145,25 +137,13 @@ def amend_summary(run_folder: Path, values: dict[str, Any]) -> None:
         replace_file(path, to_json(read_record(path) | values, indent=2) + b"\n")
 
 
-def missing_steps(logged: list[int], resume_step: int, interval: int) -> int:
-    """Return how many steps until `resume_step` no row of metrics.jsonl covers; 0 if nothing is `logged`.
-
-    A row covers the steps since the row before, up to `interval` or the interval of most rows. The start of
-    the log may be that of another run, whose checkpoint this one resumed from.
-    """
-    gaps = [later - earlier for earlier, later in pairwise(logged)]
-    covered = max([interval, *([median_low(gaps)] if gaps else [])])
-    tail = resume_step - logged[-1] if logged else 0
-    return sum(gap - covered for gap in gaps[1:] if gap > covered) + (tail if tail >= covered else 0)
-
-
-def _discard_after(path: Path, step: int, *, evaluation: bool) -> list[int]:
+def _discard_after(path: Path, step: int, *, evaluation: bool) -> None:
     """Move lines after `step` to metrics.discarded.jsonl; with `evaluation` also the eval of `step`.
 
-    They are copied before they are removed, so that a kill loses none. Return the training steps that stay.
+    They are copied before they are removed, so that a kill loses none.
     """
-    kept, discarded, complete = [], [], _complete_lines(path)
-    for line, record in complete:
+    kept, discarded = [], []
+    for line, record in _complete_lines(path):
         repeated = evaluation and record["step"] == step and "eval/loss" in record
         (discarded if repeated or record["step"] > step else kept).append(line)
     if discarded:
@@ -171,7 +151,6 @@ def _discard_after(path: Path, step: int, *, evaluation: bool) -> list[int]:
             file.writelines(discarded)
     if (content := b"".join(kept)) != path.read_bytes():
         replace_file(path, content)
-    return [record["step"] for _, record in complete if record["step"] <= step and "train/loss" in record]
 
 
 def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:

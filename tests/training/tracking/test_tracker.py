@@ -110,33 +110,6 @@ def test_a_resume_that_fails_half_way_loses_no_line(logged, monkeypatch):
     assert {line["step"] for line in everywhere} == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize(
-    ("logged", "resume_step", "interval", "missing"),
-    [
-        ([], 100, 10, 0),  # starts from another run's checkpoint
-        ([0], 100, 10, 100),  # the file was deleted
-        ([0, 10, 20, 30, 80, 90, 100], 100, 10, 40),
-        ([0, 100, 200], 250, 10, 0),  # earlier launches logged every 100 steps
-        ([0, 510, 520], 520, 10, 0),  # resumed from another run's step 500
-    ],
-)
-def test_steps_without_rows_are_counted(logged, resume_step, interval, missing):
-    assert tracker.missing_steps(logged, resume_step, interval) == missing
-
-
-def test_a_resume_names_the_rows_that_were_lost(logged, capsys):
-    path = logged / "metrics.jsonl"
-    build(logged, resume_step=4, log_interval=1).finish()
-    assert capsys.readouterr().err == ""
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    build(logged, resume_step=4, log_interval=1).finish()
-    assert "lacks the rows of 2 steps before the resume at 4" in capsys.readouterr().err
-    path.unlink()
-    (logged / "checkpoints" / "step_000004").mkdir(parents=True)
-    build(logged, resume_step=4, log_interval=1).finish()
-    assert "lacks the rows of 4 steps" in capsys.readouterr().err
-
-
 def test_a_full_disk_is_one_error_and_a_resume_has_complete_lines(tmp_path):
     log = build(tmp_path)
     log.log(1, {"train/loss": 1.0})
