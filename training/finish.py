@@ -20,7 +20,7 @@ from fp8_suite.te_models.lora.merge import Adapters, gather_adapters, merged, pe
 from fp8_suite.te_models.quantized.forms import FORMS, Quantizer
 from fp8_suite.te_models.spec import base_tensors
 from fp8_suite.training.assembly import Assembly
-from fp8_suite.training.checkpoint.run_folder import SAMPLES_FILE, train_losses
+from fp8_suite.training.checkpoint.run_folder import train_losses
 from fp8_suite.training.checkpoint.settings import EXPORT_FOLDERS
 from fp8_suite.training.export.generate import generate_answers, generation_config, tokenizer_round_trips
 from fp8_suite.training.export.loss import load_export, model_loss
@@ -233,7 +233,7 @@ def generate_samples(prepared: PreparedRun, prompts: list[Any]) -> None:
     trusts_code, device = prepared.resolved.model.trust_remote_code, prepared.strategy.device
     try:
         text = generate_answers(export, prompts, prepared.tokenizer, device, trust_remote_code=trusts_code)
-        (prepared.folder / SAMPLES_FILE).write_text(text, encoding="utf-8")
+        (prepared.folder / "samples.txt").write_text(text, encoding="utf-8")
     except Exception as error:  # must not fail a finished run
         print_rank0(f"WARNING: --generate_samples: no answers ({type(error).__name__}: {first_line(error)})")
         return

@@ -250,7 +250,8 @@ def check_folder(cfg: Config, folder: Path, world_size: int) -> None:
         raise bad_setting("the folder holds a run already; choose another", resume="none", output_dir=folder)
     if has_checkpoints:
         return
-    old = read_settings(folder)
+    if not (old := read_settings(folder)):
+        raise bad_setting("metrics.jsonl is of an unknown run; choose another folder", output_dir=folder)
     old_ranks = read_record(folder / "env.json").get("world_size", world_size)
     allowed, refused = split_changes(old, cfg, old_ranks, world_size)
     refused |= {name: values for name, values in allowed.items() if name not in BATCH_SPLIT_SETTINGS}

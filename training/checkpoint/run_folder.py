@@ -13,30 +13,23 @@ from datetime import datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting, first_of
+from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting
 from fp8_suite.core.files import DISK_FULL, write_json
 from fp8_suite.core.readers import parse_json
-from fp8_suite.training.checkpoint.index import step_folders
 from fp8_suite.training.checkpoint.resume import check_folder
 from fp8_suite.training.checkpoint.settings import CheckpointConfig, parse_save_interval
-from fp8_suite.training.config import Config, read_settings
+from fp8_suite.training.config import Config
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 
-LOG_SUFFIXES = (".log", ".txt", ".out", ".err")
-SAMPLES_FILE = "samples.txt"
 SHARED_FOLDER_SECONDS = 5.0  # visibility delay of network file systems
 
 
 def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, FileLock]:
     """Create or reopen the run folder and lock it for this process.
 
-    UserError if it is not writable, holds other files or a run with other settings, or is in use by another
-    process.
+    UserError if it is not writable, holds a run with other settings, or is in use by another process.
     """
-    if cfg.checkpoint.output_dir:
-        with _explaining_errors(output_dir=cfg.checkpoint.output_dir):
-            _refuse_other_files(Path(cfg.checkpoint.output_dir), log_dir=cfg.log.log_dir)
     if cfg.log.log_dir:  # fail early: the writer opens it only after the model is built
         with _explaining_errors(log_dir=cfg.log.log_dir):
             Path(cfg.log.log_dir).mkdir(parents=True, exist_ok=True)
@@ -55,25 +48,6 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
             exit_code=EXIT_IN_USE,
         ) from None
     return folder, lock
-
-
-def _refuse_other_files(folder: Path, *, log_dir: str | None) -> None:
-    """UserError if a folder holds files but no run, such as a model: nothing may be written over them.
-
-    A run has its settings or a checkpoint. Logs of a scheduler or launcher may precede it.
-    """
-    if not folder.is_dir() or read_settings(folder) or step_folders(folder / "checkpoints"):
-        return
-    files = sorted(
-        path.name
-        for path in folder.iterdir()
-        if not path.name.startswith(".")
-        and (path.suffix not in LOG_SUFFIXES or path.name == SAMPLES_FILE)
-        and not (log_dir and path.resolve() == Path(log_dir).resolve())
-    )
-    if files:
-        reason = f"holds files of something else ({first_of(files)}); choose a new folder"
-        raise bad_setting(reason, output_dir=folder)
 
 
 @contextmanager
