@@ -43,11 +43,7 @@ class Progress:
     def from_meta(cls, meta: dict[str, Any]) -> Progress:
         """Read progress from a checkpoint's metadata; unknown fields are ignored."""
         known = {f.name for f in fields(cls)}
-        progress = cls(**{name: value for name, value in meta["progress"].items() if name in known})
-        if "seconds_by_kind" not in meta["progress"]:  # an earlier version saved it
-            steps = min(progress.train_seconds, progress.wall_seconds)
-            progress.seconds_by_kind |= {"steps": steps, "other": progress.wall_seconds - steps}
-        return progress
+        return cls(**{name: value for name, value in meta["progress"].items() if name in known})
 
     @property
     def goodput(self) -> float:
@@ -94,9 +90,7 @@ class WallTime:
         for kind in ("steps", "data"):
             lost = max(0.0, seconds.get(kind, 0.0) - kept[kind])
             seconds = seconds | {kind: kept[kind], "lost": seconds.get("lost", 0.0) + lost}
-        seconds = {kind: seconds.get(kind, 0.0) for kind in WALL_TIME_KINDS}
-        seconds["other"] += progress.wall_seconds - sum(seconds.values())  # of a version without kinds
-        progress.seconds_by_kind = seconds
+        progress.seconds_by_kind = {kind: seconds.get(kind, 0.0) for kind in WALL_TIME_KINDS}
 
     @contextmanager
     def phase(self, kind: str) -> Iterator[None]:

@@ -4,7 +4,6 @@ import time
 from dataclasses import asdict
 
 import pytest
-from fp8_suite.core.files import write_json
 from fp8_suite.training.checkpoint.progress import Progress, WallTime
 
 
@@ -78,13 +77,3 @@ def test_steps_after_the_checkpoint_are_lost_by_each_of_two_kills(tmp_path, adva
     resumed = launch(tmp_path, meta).progress
     assert kinds(resumed) == {"steps": 4.0, "data": 1.0, "lost": 15.0, "saving": 2.0, "other": 1.0}
     assert resumed.goodput == 4.0 / 23.0
-
-
-@pytest.mark.parametrize("seconds", [10.0, 12.0])
-def test_records_of_earlier_versions_count_their_training_time_as_steps(tmp_path, advance, seconds):
-    """The last launch was killed `seconds` - 10 after its checkpoint."""
-    totals = {"wall_seconds": 10.0, "gpu_seconds": 20.0, "node_seconds": 10.0}
-    at_kill = {"wall_seconds": seconds, "gpu_seconds": 2 * seconds, "node_seconds": seconds}
-    write_json(tmp_path / "wall_time.json", at_kill)
-    progress = launch(tmp_path, {"progress": totals | {"step": 3, "train_seconds": 4.0}}).progress
-    assert kinds(progress) == {"steps": 4.0, "other": seconds - 4.0}
