@@ -191,7 +191,6 @@ def open_logs(
         peaks,
         emulated=precision.emulated,
         adapters=prepared.sizing.chosen.model.adapters,
-        full_rows=cfg.optim.batch_size * strategy.topology.sum_size,
     )
     batches, on_rank0 = prepared.batches, strategy.topology.rank == 0
     display = Display(prepared.total_steps, done, on_rank0, batches.position if batches.is_ramp else None)

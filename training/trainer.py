@@ -157,9 +157,7 @@ class Trainer:
             stop |= self.guard.read(all_steps=True)[0]
         if on_gpu and due:
             torch.cuda.synchronize(strategy.device)  # include the optimizer step in this interval
-        progress.train_seconds += self.logs.meter.end_step(
-            micro_batches, 0.0 if first else waited, full=self.batches.micro_batches(progress.step - 1)
-        )
+        progress.train_seconds += self.logs.meter.end_step(micro_batches, 0.0 if first else waited)
         for name in self._unsaved_counts:
             self._unsaved_counts[name] += sum(getattr(batch, name) for batch in micro_batches)
         with self.wall_time.phase("other"):
@@ -194,12 +192,6 @@ class Trainer:
     def _finish(self) -> None:
         """Save and evaluate the final weights. Raises NonFinite if their loss is not finite."""
         self.wall_time.end_start()  # a launch may have no step left
-        if skipped := self.progress.skipped_in_a_row:
-            were = "step was" if skipped == 1 else f"{skipped} steps were"
-            applied = self.progress.step - skipped
-            self.logs.display.message(
-                f"WARNING: the last {were} skipped; the final weights are those of step {applied}"
-            )
         self._save()
         self._evaluate()
         self._finish_save()

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +27,7 @@ from fp8_suite.training.optim.schedule import learning_rate
 from fp8_suite.training.parallel.strategies import Strategy
 from fp8_suite.training.precision.scaling import Scaling
 from fp8_suite.training.step import Stack
-from fp8_suite.training.tracking.meter import LONG_STEP, Meter, warmup_steps
+from fp8_suite.training.tracking.meter import LONG_STEP, Meter
 from fp8_suite.training.trainer import Hooks, Logs, Trainer
 from torch import nn
 
@@ -160,7 +159,7 @@ def trainer(
         total_steps=total_steps,
         scaling=scaling or Scaling(),
     )
-    meter = Meter(SHAPE, 1, {"bf16": None, "fp8": None}, full_rows=cfg.optim.batch_size)
+    meter = Meter(SHAPE, 1, {"bf16": None, "fp8": None})
     evaluation = ListLoader(eval_batches) if eval_batches else None
     loaders = SimpleNamespace(train=ListLoader(batches), eval=evaluation)
     logs = Logs(record, record, meter)
@@ -252,20 +251,6 @@ def test_a_ramp_equals_runs_with_each_accumulation_on_the_same_data():
     assert record.series("train/tokens_per_step") == [16, 16, 32, 32, 64, 64]
     assert record.series("train/tokens_seen") == [16, 32, 64, 96, 160, 224]
     assert [event for event in scaling.events if event != "prepare"] == [0.5, 0.5], "with each larger batch"
-
-
-def test_steps_of_a_ramp_count_for_rates_if_they_are_full(monkeypatch):
-    """The epoch of 11 micro-batches ends with a step of one; 1 s a step."""
-    advance = clock(monkeypatch)
-    data = [to_batch([row]) for row in rows(11)]
-    shape = {"batch_size": 1, "max_seq_length": 16, "batch_ramp": RAMP}
-    made, _ = trainer(data, total_steps=6, **shape)
-    made.stack.optimizer.register_step_pre_hook(lambda *_: advance(1))
-    monkeypatch.setattr("fp8_suite.training.trainer.warmup_steps", lambda tokens: 0)
-    assert made.train()
-    meter = made.logs.meter
-    assert [rates["perf/tokens_per_second"] for rates in meter.rates] == [12, 12, 24, 24, 48]
-    assert [rates["perf/tokens_per_second"] for rates in meter.short_rates] == [12]
 
 
 def test_gradients_are_clipped_by_their_global_norm():
@@ -405,12 +390,6 @@ def test_a_run_whose_final_weights_have_no_finite_eval_loss_is_saved_and_fails()
     assert made.saver.saved_step == 2
 
 
-def test_a_run_that_ends_with_skipped_steps_names_the_step_of_its_weights():
-    made, record = trainer(total_steps=3, model=Poisoned({2, 3}))
-    assert made.train() and made.progress.skipped_in_a_row == 2
-    assert record.messages[-1].startswith("WARNING: ") and "step 1" in record.messages[-1]
-
-
 def test_steps_without_label_tokens_are_skipped_and_stop_the_run():
     ids, labels = rows(1)[0]
     unlabeled = [to_batch([(ids, torch.full_like(labels, -100))])]
@@ -502,12 +481,12 @@ def test_evaluation_runs_in_eval_mode_with_frozen_scaling_that_is_prepared_first
 
 def test_the_meter_by_hand():
     """Two steps of one and two batches on 2 GPUs: 30 real, 9 label and 48 padded tokens in 4 s."""
-    meter = Meter(SHAPE, 2, {"bf16": 2.0, "fp8": None}, full_rows=2)
+    meter = Meter(SHAPE, 2, {"bf16": 2.0, "fp8": None})
     batch = Batch({"input_ids": torch.zeros(2, 8)}, 3, 10, 16, 100, [0, 1])
     for _ in range(2):  # the second reading starts from zero
         for micro_batches, seconds, waited in (([batch], 1.0, 0.25), ([batch, batch], 3.0, 0.75)):
             meter.clock = time.perf_counter() - seconds
-            meter.end_step(micro_batches, waited, full=2)
+            meter.end_step(micro_batches, waited)
         meter.seconds = 4.0
         tflops = model_flops(SHAPE, tokens=30, sum_squared_lengths=300) / 4 / 2 / 1e12
         expected = {
@@ -564,16 +543,6 @@ def test_data_wait_excludes_step_and_logging_time(monkeypatch):
     assert record.series("perf/data_wait_share") == [0.0, 3 / 4, 3 / 8, 3 / 8]
     kept = {"start": 1.0 + 3.0, "steps": 4.0, "data": 9.0, "other": 16.0}
     assert {kind: s for kind, s in made.progress.seconds_by_kind.items() if s} == kept
-
-
-@pytest.mark.parametrize(("batch_size", "smaller"), [(4, 2), (8, None)])
-def test_smaller_steps_count_for_rates_only_if_there_is_no_full_one(batch_size, smaller):
-    batches = [to_batch(rows(4)), to_batch(rows(4)), to_batch(rows(2))]
-    made, record = trainer(batches, total_steps=30, batch_size=batch_size)
-    made.train()
-    logged = record.series("perf/tokens_per_second")
-    counted = [rate for step, rate in enumerate(logged) if step >= warmup_steps(0) and step % 3 != smaller]
-    assert made.results()["tokens_per_second"] == median(counted)
 
 
 @pytest.mark.parametrize(("length", "uncounted"), [(LONG_STEP // 4 - 1, 5), (LONG_STEP // 4, 2)])

@@ -34,15 +34,12 @@ class Meter:
     peaks: dict[str, float | None]  # TFLOP/s of the GPU, by precision
     emulated: bool = False
     adapters: int = 0  # parameters of LoRA; the model's weights are then frozen
-    full_rows: int = 1  # rows of a full micro-batch, of all ranks
     seconds: float = 0.0
     waited: float = 0.0
     steps: int = 0
-    full: int = 0  # micro-batches that its steps should have; an epoch's last step may have fewer
     counts: dict[str, int] = field(default_factory=dict)
     profiled: bool = False  # profiling slows this interval: exclude its rates
     rates: list[dict[str, float]] = field(default_factory=list)
-    short_rates: list[dict[str, float]] = field(default_factory=list)  # intervals with an incomplete step
     clock: float = 0.0
     real_tokens: int = 0  # of all ranks and launches, up to the last log line
 
@@ -50,20 +47,14 @@ class Meter:
         """Exclude everything since the last step from training time."""
         self.clock = time.perf_counter()
 
-    def end_step(self, micro_batches: list[Any], waited: float, *, full: int) -> float:
-        """Count a step's micro-batches and the time since the last step. Return that time in seconds.
-
-        `full` is the number of micro-batches of a step that the data has enough for.
-        """
+    def end_step(self, micro_batches: list[Any], waited: float) -> float:
+        """Count a step's micro-batches and the time since the last step. Return that time in seconds."""
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         self.seconds, self.waited, self.steps = self.seconds + seconds, self.waited + waited, self.steps + 1
-        self.full += full
         for batch in micro_batches:
             for name in ("real_tokens", "label_tokens", "padded_tokens", "sum_squared_lengths"):
                 self.counts[name] = self.counts.get(name, 0) + getattr(batch, name)
-            rows = len(batch.inputs["input_ids"]) if batch.sample_ids else 0  # 0: padding only
-            self.counts["rows"] = self.counts.get("rows", 0) + rows
         return seconds
 
     def read(
@@ -94,10 +85,9 @@ class Meter:
             out["perf/model_tflops_per_gpu"] = tflops
             out |= {f"perf/mfu_{p}": tflops / peak for p, peak in self.peaks.items() if peak}
         if warm and not self.profiled and not self.emulated:
-            full = counts["rows"] >= self.full_rows * self.full
-            (self.rates if full else self.short_rates).append({n: out[n] for n in RATES if n in out})
+            self.rates.append({n: out[n] for n in RATES if n in out})
         self.seconds = self.waited = 0.0
-        self.steps, self.full, self.counts, self.profiled = 0, 0, {}, False
+        self.steps, self.counts, self.profiled = 0, {}, False
         return self.named(out)
 
     def named(self, rates: dict[str, float]) -> dict[str, float]:
@@ -106,6 +96,5 @@ class Meter:
 
     def medians(self) -> dict[str, float]:
         """Return the median rates after warm-up, by metric name without the `perf/` prefix."""
-        counted = self.rates or self.short_rates
-        names = counted[0] if counted else ()
-        return {name.removeprefix("perf/"): median(rates[name] for rates in counted) for name in names}
+        names = self.rates[0] if self.rates else ()
+        return {name.removeprefix("perf/"): median(rates[name] for rates in self.rates) for name in names}

@@ -78,12 +78,12 @@ def test_profiled_steps_do_not_count_in_rates(monkeypatch):
     profiler, logs = Mock(steps=range(3, 5), finish=finish), Mock(meter=meter)
     observers = Observers(Mock(), None, assembly, logs, environment={}, wall_time=None, profiler=profiler)
     observers.first_step_done = True
-    batch = Mock(inputs={"input_ids": [[0]]}, padded_tokens=9, sum_squared_lengths=9)
+    batch = Mock(padded_tokens=9, sum_squared_lengths=9)
     batch.real_tokens = batch.label_tokens = 8
     for step in range(1, 7):
         observers.before_step(step)
         now += 1
-        meter.end_step([batch], waited=0.0, full=1)
+        meter.end_step([batch], waited=0.0)
         observers.after_step(step)
         if step % 2 == 0:
             assert meter.read(lambda counts: counts, lambda times: times, warm=True)["perf/step_seconds"] == 1
