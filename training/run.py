@@ -230,7 +230,6 @@ def open_loop(
         stager=choose_stager(prepared.sizing.chosen, strategy, progress.step, prepared.total_steps),
         # Ranks write different numbers of files, so these beats do not count.
         heartbeat=lambda: prepared.watchdog.beat("saving", counts=False),
-        message=logs.display.message,
         saved_step=progress.step if prepared.resume is not None and prepared.resume.same_run else -1,
         restored_unevaluated=not evaluated,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -17,8 +16,6 @@ from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.strategies import Strategy
-
-REPORTED_WAIT = 1.0  # seconds; shorter waits for the save before are not reported
 
 
 def choose_stager(setup: TrainingSetup, strategy: Strategy, done: int, last: int) -> Stager | Unstaged | None:
@@ -66,10 +63,9 @@ class CheckpointSaver:
         saved_step: int,
         restored_unevaluated: bool,
         heartbeat: Callable[[], None],
-        message: Callable[[str], None],
     ):
         self.checkpoints, self.run, self.scaling, self.wall_time = checkpoints, run, scaling, wall_time
-        self.stager, self.heartbeat, self.message = stager, heartbeat, message
+        self.stager, self.heartbeat = stager, heartbeat
         self.saved_step, self.restored_unevaluated = saved_step, restored_unevaluated
         self.pending: PendingSave | None = None
         self.unstaged = False  # the state of the pending save is not yet copied
@@ -88,8 +84,7 @@ class CheckpointSaver:
         self.saved_step = step
         if self.checkpoints is None:
             return
-        if (waited := self.finish()) > REPORTED_WAIT:
-            self.message(f"step {step}: waited {waited:.1f} s for the save before this one")
+        self.finish()
         self.wall_time.count()
         tensors, meta = saved_state(self.run, self.scaling.state())
         if self.stager is None:
@@ -113,11 +108,11 @@ class CheckpointSaver:
         if self.pending and self.pending.done():
             self.finish()
 
-    def finish(self) -> float:
-        """Wait until the pending save is published. Return the seconds waited. Raises its error."""
+    def finish(self) -> None:
+        """Wait until the pending save is published. Raises its error."""
         if self.pending is None:
-            return 0.0
-        began, self._blocking = time.perf_counter(), True
+            return
+        self._blocking = True
         self.heartbeat()
         try:
             self.pending.finish()
@@ -126,7 +121,6 @@ class CheckpointSaver:
             self.before_update()
             self.wall_time.move(self.stager.gpu_waited(), "steps", "saving")
             self.stager.release()
-        return time.perf_counter() - began
 
     def saving(self) -> bool:
         """True while a save is being written in the background. Called by the watchdog's thread."""

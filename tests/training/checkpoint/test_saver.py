@@ -22,7 +22,6 @@ def slow_disk(monkeypatch) -> None:
     write = store.write_tensors
     monkeypatch.setattr(store, "write_tensors", lambda *args: time.sleep(0.3) or write(*args))
     monkeypatch.setattr(staging, "SMALL", 4)
-    monkeypatch.setattr(saver, "REPORTED_WAIT", 0.1)
     monkeypatch.setattr(Checkpoints, "file_bytes", 40)
 
 
@@ -44,7 +43,6 @@ def built(tmp_path, monkeypatch):
             saved_step=-1,
             restored_unevaluated=False,
             heartbeat=partial(told.append, "beat"),
-            message=told.append,
         )
         return built, told
 
@@ -83,13 +81,12 @@ def test_the_node_with_the_least_memory_decides_what_is_copied(gathered, copies_
 
 
 @pytest.mark.usefixtures("slow_disk")
-def test_a_save_waits_for_the_one_before_and_says_how_long(built):
-    run, told = built()
+def test_a_save_waits_for_the_one_before(built):
+    run, _ = built()
     for step in (1, 2):
         run.save(step, None)
         run.before_update()
-    assert [text for text in told if text != "beat"] == [told[-1]]
-    assert told[-1].startswith("step 2: waited 0.") and told[-1].endswith(" s for the save before this one")
+    assert run.checkpoints.latest().name == "step_000001"
     run.finish()
     assert run.checkpoints.latest().name == "step_000002"
 
