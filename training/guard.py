@@ -99,21 +99,19 @@ class StepGuard:
             raise self._too_many_skipped(step, failed_in_a_row, without_labels=finite)
 
     def _too_many_skipped(self, step: int, in_a_row: int, *, without_labels: bool) -> NonFinite:
-        lack, advice = "finite loss and gradient", f"{RETRY}, or look"
+        lack, advice = "finite loss and gradient", RETRY
         if without_labels:
-            lack, advice = "label tokens", "look"
+            lack, advice = "label tokens", "give other data"
         elif self.stack.strategy.loss_scale:
-            ways = ["lower --learning_rate", "use --mixed_precision bf16, or fp32 on a GPU without BF16"]
-            if self.progress.skipped_steps == step:  # the optimizer changed nothing
-                ways.reverse()
             reason = "values exceed FP16's 65,504 even without a loss scale"
-            advice = f"{reason}: {ways[0]}; if that fails too, {ways[1]}, or look"
+            advice = f"{reason}: lower --learning_rate, or use --mixed_precision bf16"
         elif self.progress.skipped_steps == step:
             advice = (
                 "no step was ever applied: the weights of --model_name may be damaged; if not, try "
-                "--mixed_precision bf16, or look"
+                "--mixed_precision bf16"
             )
-        return self._error(f"{in_a_row} steps in a row had no {lack}; {advice} at the data near step {step}")
+        where = f"or look at the data near step {step}"
+        return self._error(f"{in_a_row} steps in a row had no {lack}; {advice}, {where}")
 
     def check_final(self, eval_loss: float) -> None:
         """Raise NonFinite if the evaluation of the final weights has no finite loss."""

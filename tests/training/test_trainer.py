@@ -369,17 +369,10 @@ def test_steps_that_overflow_lower_the_loss_scale_and_do_not_stop_the_run():
 
 def test_a_gradient_that_overflows_at_every_loss_scale_stops_the_run():
     made, _ = trainer(total_steps=99, model=ScaledGradient(1e9), mixed_precision="fp16")
-    with pytest.raises(NonFinite, match=r"5 steps in a row .*FP16's 65,504 .*: use --mixed_precision bf16"):
+    with pytest.raises(NonFinite, match=r"5 steps in a row .*FP16's 65,504 .*--mixed_precision bf16"):
         made.train()
     assert made.progress.step == 16 + 5
     assert made.progress.overflow_steps == 16 and made.stack.strategy.loss_scale.value == 1
-
-
-def test_a_learning_rate_too_large_for_fp16_is_named_first():
-    """A step was applied, and the loss is NaN from then on."""
-    made, _ = trainer(total_steps=9, model=Poisoned(range(2, 9)), mixed_precision="fp16")
-    with pytest.raises(NonFinite, match=r"5 steps in a row .*FP16's 65,504 .*: lower --learning_rate"):
-        made.train()
 
 
 def test_a_run_whose_final_weights_have_no_finite_eval_loss_is_saved_and_fails():
