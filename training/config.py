@@ -69,11 +69,6 @@ class Config:
         return {k: v for k, v in EXPORT_FOLDERS.items() if self.exports and dtype in (k, "both")}
 
     @property
-    def needs_evaluation(self) -> bool:
-        """True if the run requires evaluation samples."""
-        return bool(self.checkpoint.generate_samples) or self.optim.max_steps == 0
-
-    @property
     def requested_recipe(self) -> str:
         """FP8 recipe of --fp8_scenario; `default` depends on --use_te."""
         scenario, recipes = self.precision.fp8_scenario, TE_RECIPES if self.model.use_te else TORCHAO_RECIPES

@@ -192,9 +192,7 @@ def _find_checkpoint(
     cfg: Config, resolved: Resolved, folder: Path, checkpoints: Checkpoints, topology: Topology
 ) -> ResumePoint | None:
     """Return the checkpoint to resume from, if any. UserError if it does not fit. Call on rank 0."""
-    point, notice = find_resume_point(cfg.checkpoint.resume, checkpoints)
-    if notice:
-        print_rank0(notice)
+    point = find_resume_point(cfg.checkpoint.resume, checkpoints)
     finished = (folder / "summary.json").exists()
     if not point and finished and any((folder / name).exists() for name in cfg.export_folders.values()):
         raise bad_setting(
@@ -244,14 +242,10 @@ def _load_data(cfg: Config, resolved: Resolved, strategy: Strategy, *, resumes: 
         max_positions=getattr(config, "max_position_embeddings", None),
         evaluate_only=evaluated if cfg.optim.max_steps == 0 else None,
     )
-    if cfg.needs_evaluation and loaders.eval is None and not resumes:
-        raise bad_setting(
-            "leaves no rows for evaluation, which --generate_samples needs; give --eval_split or more rows, "
-            "or drop --generate_samples",
-            split_name=cfg.data.split_name,
-        )
-    if (samples := cfg.checkpoint.generate_samples) and loaders.eval and not loaders.eval_prompts:
-        raise bad_setting("plain text has no prompts to answer; drop it", generate_samples=samples)
+    samples = cfg.checkpoint.generate_samples
+    if samples and not loaders.eval_prompts and (loaders.eval or not resumes):
+        reason = "there are no prompts: plain text has none, others need rows for evaluation; drop it"
+        raise bad_setting(reason, generate_samples=samples)
     for line in loaders.report.lines() if loaders.report else ():
         print_rank0(line)
     for line in loaders.eval_report.lines() if loaders.eval_report else ():

@@ -12,7 +12,6 @@ from fp8_suite.core.errors import counted
 from fp8_suite.core.readers import read_record
 from fp8_suite.core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO
-from fp8_suite.te_models.quantized.reader import SQUARE, block_of
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import ModelSpec, digests, find_model
@@ -91,10 +90,6 @@ def resolve(cfg: Config) -> Resolved:
         print_rank0(f"WARNING: --model_name {spec.name}: {reason}: {names}")
     if spec.dequantized:
         print_rank0(f"dequantizes {spec.dequantized} of {spec.name}")
-        if cfg.lora.enabled and cfg.precision.fp8_weights:
-            kept = "keep these values where their scales are powers of two (--fp8_fp32_scales: all)"
-            same = precision.effective == "block" and block_of(spec.quantization) == SQUARE
-            print_rank0(f"frozen FP8 weights {kept if same else 'are quantized again from these values'}")
     for reason in filter(None, [precision.fallback_reason, *precision.map_fallbacks.values()]):
         rule = "!" * 100
         print_rank0(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {FALLBACK_RECIPE} scaling\n{rule}")

@@ -577,7 +577,7 @@ def two_rows(folder: Path) -> Path:
         ("--memory_limit_gb 80", EXIT_BAD_SETTING, "--memory_limit_gb 80.0"),
         ("--output_dir /proc/run", EXIT_BAD_SETTING, "--output_dir /proc/run"),
         ("--log_dir /proc/run", EXIT_BAD_SETTING, "--log_dir /proc/run"),
-        ("--dataset_name {two} --max_steps 1 --generate_samples 1", EXIT_BAD_SETTING, "no rows for evaluat"),
+        ("--dataset_name {two} --max_steps 1 --generate_samples 1", EXIT_BAD_SETTING, "--generate_samples 1"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_no_folder(tmp_path, capsys, monkeypatch, flags, code, message):

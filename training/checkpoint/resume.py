@@ -59,26 +59,18 @@ class ResumePoint:
         return self.meta["progress"]["step"]
 
 
-def find_resume_point(resume: str, checkpoints: Checkpoints) -> tuple[ResumePoint | None, str]:
-    """Return the checkpoint selected by `--resume` and a notice for the user ('' for none). On one process.
+def find_resume_point(resume: str, checkpoints: Checkpoints) -> ResumePoint | None:
+    """Return the checkpoint selected by `--resume`, or None. On one process.
 
     UserError if there is no checkpoint, or if the folder holds a run that started from another one.
     DamagedCheckpoint if the checkpoint is incomplete or corrupt.
     """
     path = resolve_resume(resume, checkpoints)
     if path is None:
-        return None, ""
+        return None
     same_run = path.resolve().parent == checkpoints.folder.resolve()
-    requested = Path(resume).expanduser().resolve()
-    point = ResumePoint(
-        path, checkpoints.read_meta(path), same_run=same_run, rollback=requested == path.resolve()
-    )
-    if not point.rollback and step_of(requested) is not None and requested.parent == path.resolve().parent:
-        return point, (
-            f"--resume {resume}: this run was already restarted from there; resuming from its newer "
-            f"{path.name} (use another --output_dir to start from it again)"
-        )
-    return point, ""
+    rollback = Path(resume).expanduser().resolve() == path.resolve()
+    return ResumePoint(path, checkpoints.read_meta(path), same_run=same_run, rollback=rollback)
 
 
 def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:

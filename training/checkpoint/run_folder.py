@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting
-from fp8_suite.core.files import DISK_FULL, write_json
+from fp8_suite.core.files import write_json, write_remedy
 from fp8_suite.core.readers import parse_json
 from fp8_suite.training.checkpoint.resume import check_folder
 from fp8_suite.training.checkpoint.settings import CheckpointConfig, parse_save_interval
@@ -77,10 +77,9 @@ def _explaining_errors(**flag: Path | str) -> Iterator[None]:
     except Timeout:  # an OSError: the lock is taken
         raise
     except OSError as error:
-        remedy = "choose a folder you can write to"
-        if error.errno in DISK_FULL:
-            remedy = "free space, or choose a folder on another disk"
-        raise bad_setting(f"{error.strerror}; {remedy}", **flag) from None
+        raise bad_setting(
+            f"{error.strerror}; {write_remedy(error)}, or choose another folder", **flag
+        ) from None
 
 
 def check_space(folder: Path, size: float) -> None:

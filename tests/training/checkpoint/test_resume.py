@@ -44,9 +44,7 @@ def test_a_command_that_rolled_back_resumes_when_repeated(folder, capsys):
     train(folder, f"--max_steps 6 {back}")
     assert "resumed from" in capsys.readouterr().out and sorted(losses(folder)) == list(range(1, 7))
     train(folder, f"--max_steps 8 {back}")
-    shown = capsys.readouterr().out
-    assert "already restarted from there; resuming from its newer step_000006" in shown
-    assert "step_000006 at step 6" in shown
+    assert "step_000006 at step 6" in capsys.readouterr().out
     assert sorted(losses(folder)) == list(range(1, 9))
 
 
