@@ -83,7 +83,7 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
     path, folder = Path(resume).expanduser().resolve(), checkpoints.folder.resolve()
     if folder not in (path, *path.parents, path / "checkpoints"):
         if latest:  # --resume set the starting point; this run has saved newer checkpoints
-            _check_origin(path, latest, checkpoints.folder.parent)
+            _check_origin(path, checkpoints.folder.parent)
             return latest
     elif path.parent == folder and (newer := _saved_since_rollback(checkpoints.folder, path)):
         return newer
@@ -92,21 +92,15 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
     for folder in (path, path / "checkpoints"):
         if latest := index.latest(folder):
             return latest
-    raise bad_setting(
-        "no checkpoint there; give a step_N folder, a run folder with checkpoints, auto or none",
-        resume=resume,
-    )
+    raise bad_setting("no checkpoint there; give a step_N folder or a run folder", resume=resume)
 
 
-def _check_origin(requested: Path, latest: Path, folder: Path) -> None:
+def _check_origin(requested: Path, folder: Path) -> None:
     """UserError if `folder` holds a run that did not start from the `requested` checkpoint."""
     recorded = str(read_record(settings_path(folder)).get("resume"))
     if Path(recorded).expanduser().resolve() != requested:
-        raise bad_setting(
-            f"--output_dir {folder} holds a run that started elsewhere and has {latest.name}; choose another "
-            "--output_dir, or leave --resume out to resume that run",
-            resume=requested,
-        )
+        reason = f"--output_dir {folder} holds a run that started elsewhere; choose another --output_dir"
+        raise bad_setting(reason, resume=requested)
 
 
 # Rollbacks, recorded in index.json
@@ -175,11 +169,8 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
     """
     meta = point.meta
     if unknown := sorted(drop_removed(meta["config"]).keys() - all_settings().keys()):
-        raise bad_setting(
-            "written by another version of this suite, with settings that this one does not have "
-            f"({', '.join(unknown)}); resume with that version, or start a new run from its export",
-            resume=point.path,
-        )
+        reason = f"saved by another version ({', '.join(unknown)}); resume with that one, or train its export"
+        raise bad_setting(reason, resume=point.path)
     saved_ranks, settings = meta["world_size"], cfg.to_dict()
     batch, new_batch = step_batch(meta["config"], saved_ranks), step_batch(settings, world_size)
     allowed, refused = split_changes(
@@ -188,25 +179,18 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
     if meta["recipe"] != recipe:
         refused["fp8_scenario"] = (meta["recipe"], recipe)
     if refused:
-        split = refused.keys() & {"batch_ramp", *BATCH_SPLIT_SETTINGS}
-        unit = cfg.optim.batch_size * cfg.sharding.data_ranks(world_size)
-        can_keep = split and "batch_ramp" not in split and batch % unit == 0
-        keep = f"--global_batch_size {batch} keeps its batch; " if can_keep else ""
-        raise bad_setting(
-            f"saved with other settings ({describe_changes(refused)}); {keep}use the same settings, or "
-            f"export it (by its own command with --resume {point.path} --max_steps {point.step} --export and "
-            "another --output_dir) and train from that export",
-            resume=point.path,
-        )
+        way_out = "use the same settings, or train from its export in another --output_dir"
+        if refused.keys() <= set(BATCH_SPLIT_SETTINGS):
+            way_out = f"use the same settings, or --global_batch_size {batch}"
+        reason = f"saved with other settings ({describe_changes(refused)})"
+        raise bad_setting(f"{reason}; {way_out}", resume=point.path)
     notices = [f"--resume {point.path}: settings changed: {describe_changes(allowed)}"] if allowed else []
     if "moment_dtype" in allowed:
         notices.append(f"Adam's moments are converted to {cfg.precision.moment_dtype}")
     if batch != new_batch:
-        notices.append(
-            f"WARNING: the checkpoint was saved on {saved_ranks} ranks with a global batch of {batch} "
-            f"sequences; it is {new_batch} on {world_size}, and steps and learning rate follow it. To keep "
-            f"{batch}, give --global_batch_size {batch}"
-        )
+        change = f"a global batch of {batch} sequences; it is {new_batch} on {world_size}"
+        warning = f"WARNING: saved on {saved_ranks} ranks with {change}; --global_batch_size {batch} keeps it"
+        notices.append(warning)
     return "\n".join(notices)
 
 
@@ -248,11 +232,8 @@ def check_folder(cfg: Config, folder: Path, world_size: int) -> None:
     allowed, refused = split_changes(old, cfg, old_ranks, world_size)
     refused |= {name: values for name, values in allowed.items() if name not in BATCH_SPLIT_SETTINGS}
     if refused:
-        raise bad_setting(
-            f"holds another run ({describe_changes(refused)}); choose another folder, or use the settings it "
-            "was started with to resume it",
-            output_dir=folder,
-        )
+        reason = f"holds another run ({describe_changes(refused)}); choose another folder, or its settings"
+        raise bad_setting(reason, output_dir=folder)
 
 
 def describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:
@@ -310,20 +291,14 @@ def is_finished(point: ResumePoint, cfg: Config, folder: Path, total_steps: int)
     """
     summarized = _summarized_steps(point, cfg, folder)
     if point.same_run and total_steps <= point.step < (summarized or 0):
-        raise bad_setting(
-            f"the run in this folder is finished, with {summarized:,} steps; to export or evaluate its step "
-            f"{point.step:,}, use another --output_dir",
-            resume=cfg.checkpoint.resume,
-        )
+        reason = f"this run is finished; for its step {point.step:,} alone, use another --output_dir"
+        raise bad_setting(reason, resume=cfg.checkpoint.resume)
     exported = all((folder / name).exists() for name in cfg.export_folders.values())
     complete = summarized == point.step and exported
     if 0 < total_steps < point.step and not complete:
         flag = "num_epochs" if cfg.optim.max_steps is None else "max_steps"
-        raise bad_setting(
-            f"{point.path} has {point.step:,} steps already; raise it, or evaluate that checkpoint with "
-            "--max_steps 0 and another --output_dir",
-            **{flag: getattr(cfg.optim, flag)},
-        )
+        reason = f"{point.path} has {point.step:,} steps already; raise it, or evaluate with --max_steps 0"
+        raise bad_setting(reason, **{flag: getattr(cfg.optim, flag)})
     return point.step >= total_steps and complete
 
 
