@@ -106,10 +106,8 @@ def _write(prepared: PreparedRun, tensors: NamedTensors, name: str, quantizer: Q
         quantizer=quantizer,
     )
     if not tokenizer_round_trips(folder, tokenizer, trust_remote_code=spec.trust_remote_code):
-        print_rank0(
-            f"WARNING: AutoTokenizer loads a different tokenizer from {folder} than the one used in "
-            f"training; this suite reads it right, but other programs must load {tokenizer.name_or_path}"
-        )
+        origin = tokenizer.name_or_path
+        print_rank0(f"WARNING: AutoTokenizer loads another tokenizer from {folder}; load that of {origin}")
     return folder
 
 

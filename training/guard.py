@@ -65,10 +65,8 @@ class StepGuard:
         """Warn about a gradient-norm spike. The step is still applied, with clipped gradients."""
         typical = median(self._norms) if len(self._norms) >= MIN_STEPS_FOR_MEDIAN else math.inf
         if 0 < GRAD_NORM_SPIKE_FACTOR * typical < norm:
-            self.warn(
-                f"WARNING: step {step}: gradient norm {norm:.3g} is {norm / typical:.0f} times the median "
-                f"of the last {len(self._norms)} steps (--max_grad_norm {self.cfg.max_grad_norm:g})"
-            )
+            spike = f"gradient norm {norm:.3g} is {norm / typical:.0f} times the median"
+            self.warn(f"WARNING: step {step}: {spike} of the last {len(self._norms)} steps")
         self._norms.append(norm)
 
     def _skip(self, step: int, result: StepResult) -> None:
@@ -81,18 +79,12 @@ class StepGuard:
         if math.isfinite(loss) and not math.isfinite(norm) and scale > MINIMUM_SCALE:
             progress.overflow_steps += 1
             progress.overflows_in_a_row += 1
-            self.warn(
-                f"step {step} skipped: FP16 overflow at loss scale {scale:,.0f}, which is halved "
-                f"({progress.skipped_steps} skipped so far)"
-            )
+            self.warn(f"step {step} skipped: FP16 overflow at loss scale {scale:,.0f}, which is halved")
             return
         # Steps without label tokens are skipped too; their loss and norm are finite.
         finite = math.isfinite(loss) and math.isfinite(norm)
         reason = "no label tokens" if finite else "non-finite"
-        self.warn(
-            f"step {step} skipped: {reason} (loss {loss}, gradient norm {norm}; "
-            f"{progress.skipped_steps} skipped so far)"
-        )
+        self.warn(f"step {step} skipped: {reason} (loss {loss}, gradient norm {norm})")
         none_applied = not finite and progress.skipped_steps == step == self.stack.total_steps
         failed_in_a_row = progress.skipped_in_a_row - progress.overflows_in_a_row
         if none_applied or failed_in_a_row >= MAX_SKIPPED_STEPS:

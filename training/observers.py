@@ -94,11 +94,8 @@ class Observers(Hooks):
         write_environment(self.prepared, self.environment)
         self.logs.display.message("\n".join(covered.lines()))
         if precision.fp8 and not _layers_in_fp8(covered):
-            raise UserError(
-                "--mixed_precision fp8: no module ran in FP8 in the first step; this is a bug: open an issue "
-                "and attach the run's env.json",
-                exit_code=EXIT_FAILED,
-            )
+            reason = "no module ran in FP8 in the first step; this is a bug: open an issue with env.json"
+            raise UserError(f"--mixed_precision fp8: {reason}", exit_code=EXIT_FAILED)
         if backend == "unfused":
             flash, exact = self.prepared.kernels.flash_attention, cfg.optim.deterministic
             warning = te_runtime.unfused_warning(deterministic=exact, flash_attention=flash)

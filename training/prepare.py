@@ -193,11 +193,8 @@ def _find_checkpoint(
     point = find_resume_point(cfg.checkpoint.resume, checkpoints)
     finished = (folder / "summary.json").exists()
     if not point and finished and any((folder / name).exists() for name in cfg.export_folders.values()):
-        raise bad_setting(
-            "its run is finished and its checkpoints are gone, so this would train again and replace the "
-            "export; choose another folder, or move the export away",
-            output_dir=folder,
-        )
+        reason = "its run is finished and its checkpoints are gone; to train again, choose another folder"
+        raise bad_setting(reason, output_dir=folder)
     if point:
         precision_map.check_resume(point.meta, resolved.precision)
         if notice := check_resume(point, cfg, resolved.precision.effective, topology.world_size):
@@ -267,10 +264,7 @@ def _count_steps(
     if resume is None:
         total = count_steps(cfg.optim, batches, loaders.train.micro_batches_per_epoch)
         if (warmup := cfg.optim.num_warmup_steps or 0) > total > 0:
-            print_rank0(
-                f"WARNING: --num_warmup_steps {warmup}: longer than the run ({total:,} steps); the learning "
-                f"rate never reaches --learning_rate {cfg.optim.learning_rate}"
-            )
+            print_rank0(f"WARNING: --num_warmup_steps {warmup}: longer than the run ({total:,} steps)")
         return total, False
     loaders.train.load_state_dict(resume.meta["loader"])
     total = count_resumed_steps(cfg, batches, resume.meta, loaders.train, topology.world_size)

@@ -39,11 +39,9 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
             lock.acquire(blocking=False)
             check_folder(cfg, folder, ranks.world_size())
     except Timeout:
-        raise UserError(
-            f"--output_dir {folder}: another run is writing to it; wait for it, or choose another folder",
-            flags=["output_dir"],
-            exit_code=EXIT_IN_USE,
-        ) from None
+        reason = "another run is writing to it; wait for it, or choose another folder"
+        message = f"--output_dir {folder}: {reason}"
+        raise UserError(message, flags=["output_dir"], exit_code=EXIT_IN_USE) from None
     return folder, lock
 
 
@@ -83,11 +81,8 @@ def check_space(folder: Path, size: float) -> None:
     """UserError if the disk has no room for a checkpoint of `size` bytes."""
     free = shutil.disk_usage(folder).free
     if size > free:
-        raise bad_setting(
-            f"a checkpoint takes {size / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB free; choose "
-            "another disk, or --no_save_checkpoints",
-            output_dir=folder,
-        )
+        reason = f"a checkpoint takes {size / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free"
+        raise bad_setting(f"{reason}; choose another disk, or --no_save_checkpoints", output_dir=folder)
 
 
 def check_shared(folder: Path) -> None:
@@ -104,11 +99,8 @@ def check_shared(folder: Path) -> None:
         deadline = time.monotonic() + SHARED_FOLDER_SECONDS
         while not marker.exists():
             if time.monotonic() > deadline:
-                raise bad_setting(
-                    f"a different directory on node {platform.node()}; use a shared file system and an "
-                    "absolute path",
-                    output_dir=folder,
-                )
+                reason = f"not shared with node {platform.node()}; use an absolute path on a shared disk"
+                raise bad_setting(reason, output_dir=folder)
             time.sleep(0.1)
 
     try:

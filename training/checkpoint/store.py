@@ -261,9 +261,7 @@ def _check_before_load(
         shape = part.shape if (part := region(key)) else tensor.shape
         stored, live = saved.get(key), tensor_spec(tensor.dtype, shape)
         if stored != live:
-            reason = (
-                f"is {stored} in the checkpoint, but {live} here" if stored else "is not in the checkpoint"
-            )
+            reason = f"is {stored or 'not'} in the checkpoint, but {live} here"
             raise UserError(f"{path}: tensor {key!r} {reason}", flags=("resume",), exit_code=EXIT_BAD_SETTING)
     return manifest["files"]
 

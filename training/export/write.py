@@ -101,16 +101,13 @@ def replacing_export(folder: Path, *, listed: bool = True) -> Iterator[Path]:
 def check_export(folder: Path, source: Path | None = None) -> None:
     """UserError if `folder` holds files that are not from an export, or is `source`, the model to train."""
     if source is not None and source.resolve() == folder.resolve():
-        raise bad_setting(
-            f"the export would overwrite --model_name {source}; choose another folder, or add --no_export",
-            output_dir=folder.parent,
+        reason = (
+            f"the export would overwrite --model_name {source}; choose another folder, or add --no_export"
         )
+        raise bad_setting(reason, output_dir=folder.parent)
     if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not _exported_files(folder):
-        raise bad_setting(
-            f"its {folder.name}/ was not exported by a run in this folder; move it away, choose another "
-            "folder, or add --no_export",
-            output_dir=folder.parent,
-        )
+        reason = f"its {folder.name}/ was not exported by a run in this folder; move it away"
+        raise bad_setting(reason, output_dir=folder.parent)
 
 
 def _file_list_path(folder: Path) -> Path:
@@ -166,10 +163,8 @@ def _check_and_cast(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[s
 def require_finite(name: str, tensor: Tensor) -> None:
     """UserError if a tensor has infinite or NaN values."""
     if not tensor.isfinite().all():
-        raise UserError(
-            f"not exported: {name} has infinite or NaN values; train again with a lower --learning_rate, or "
-            "--resume an earlier checkpoint with another --output_dir"
-        )
+        way_out = "--resume an earlier checkpoint with another --output_dir"
+        raise UserError(f"not exported: {name} has infinite or NaN values; {way_out}")
 
 
 def _to_hub_format(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:

@@ -74,9 +74,8 @@ class TEModel(nn.Module):
         """
         trained = [p for p in self.decoder.parameters() if p.requires_grad]
         if any(isinstance(p, DTensor) for p in self.decoder.layers.parameters()):
-            raise UserError(
-                f"recipe {self.precision.effective}: calibration needs whole weights; with FSDP use another"
-            )
+            recipe = self.precision.effective
+            raise UserError(f"recipe {recipe}: calibration needs whole weights; with FSDP use another")
         self.calibrated = True
         ids = inputs["input_ids"]
         targets = ids[:, 1:] if targets is None else targets
