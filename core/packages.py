@@ -29,7 +29,8 @@ def start_command(*packages: str) -> None:
     missing = [name for name in (*REQUIRED, *packages) if find_spec(MODULES.get(name, name)) is None]
     if missing:
         pins = ROOT / "requirements.txt"  # absent after pip install .
-        what = f"-r {os.path.relpath(pins)}" if pins.exists() else " ".join(missing)
+        keep_torch = "torch" not in missing  # a container's own, which the pins would replace
+        what = " ".join(missing) if keep_torch or not pins.exists() else f"-r {os.path.relpath(pins)}"
         sys.exit(f"error: {', '.join(missing)} missing; install: {sys.executable} -m pip install {what}")
 
 

@@ -214,7 +214,8 @@ def shared_amaxes(rank: int, folder) -> None:
     for mode in ("plain", "reentrant", "fsdp"):
         module = layer(params_dtype=torch.float32)
         if mode == "fsdp":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+            policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
             fully_shard(module, mp_policy=policy)
         recipe = recipes.DelayedScaling(amax_history_len=4)
         for step in range(3):

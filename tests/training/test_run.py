@@ -290,7 +290,7 @@ def test_a_finished_run_is_not_changed_by_its_command(copied, capsys):
     ],
 )
 def test_a_command_of_another_run_is_refused_and_changes_nothing(finished, capsys, flags, words):
-    files = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()}
+    files = {path: path.stat().st_mtime_ns for path in finished.rglob("[!.]*") if path.is_file()}  # no .lock
     train(finished, flags.format(run=finished), code=EXIT_BAD_SETTING)
     error = capsys.readouterr().err
     assert all(word in error for word in words), error

@@ -251,10 +251,10 @@ def print_tensors_between_stages(rank: int) -> None:
         build(stage, *args, **kwargs)
         stages[stage.stage_index] = stage
 
-    def record_sent(op, tensor, *args, create=dist.P2POp):
+    def record_sent(op, tensor, *args, create=dist.P2POp, **kwargs):
         if op is dist.isend:
             sent.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
-        return create(op, tensor, *args)
+        return create(op, tensor, *args, **kwargs)
 
     def count_and_run(*args, run=PipelineStage.backward_one_chunk, **kwargs):
         outputs = chain(*(stage.fwd_cache.values() for stage in stages.values() if not stage.is_last))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import metadata
 
 import pytest
 import torch
@@ -171,7 +172,7 @@ def test_the_environment_is_json_without_secrets(monkeypatch):
     assert facts["variables"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert "PATH" not in facts["variables"] and TOKEN not in json.dumps(facts)
     assert shlex.split(facts["command"]) == ["train_fp8.py", "--model_name", "https://***@h/m o"]
-    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["torch"] == metadata.version("torch")
     assert facts["gpu_count"] == torch.cuda.device_count()
 
 
