@@ -9,9 +9,9 @@ import glob
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import datasets
 from datasets import Dataset, IterableDataset
 from datasets.naming import camelcase_to_snakecase
-from fp8_suite.core.errors import UserError, bad_setting, first_of, one_line, raise_interrupt
+from fp8_suite.core.errors import UserError, bad_setting, one_line, raise_interrupt
 from fp8_suite.core.hub import require_reachable_hub
 from fp8_suite.data import demo as demo_set
 from fp8_suite.data.reading.cache import cache_folder, storage_error
@@ -37,8 +37,6 @@ from fp8_suite.data.reading.rows import Row, arrow_row, drop_nulls, json_line, p
 from fp8_suite.data.settings import DataConfig
 
 SAVED = ("dataset_dict.json", "state.json")  # files that `save_to_disk` writes
-# Names without suffix of files that are not data, whatever their format.
-NO_DATA = ("readme", "license", "notice", "notes", "requirements", "dataset_infos", "config")
 PEEK = 100  # rows searched for column names if no schema lists them
 
 logger = logging.getLogger(__name__)
@@ -78,8 +76,6 @@ def open_path_or_hub(cfg: DataConfig, split: str) -> Source:
             require_reachable_hub(name, ("README.md",), repo_type="dataset")
         builder = datasets.load_dataset_builder(name, configuration)
     splits = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
-    if len(builder.builder_configs) < 2:
-        warn_about_unread_files(path, tuple(chain.from_iterable(splits.values())))
     split = choose_split(cfg, split, splits) if splits else split
     files = splits.get(split, [])
     format = common_format(files)
@@ -126,20 +122,6 @@ def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str
     columns = choose_columns(cfg, first_keys(objects), objects)
     unit = "line" if len(files) == 1 else "row"
     return Source(rows, columns, partial(json_line, columns.to_sample), parse_line, unit)
-
-
-@cache
-def warn_about_unread_files(folder: Path, read: tuple[str, ...]) -> None:
-    """Warn once of data files in a folder that `datasets` assigns to no split."""
-    known, names = {Path(file).resolve() for file in read}, []
-    with suppress(OSError):  # a subfolder that cannot be read
-        for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
-            name = path.relative_to(folder)
-            hidden = any(part.startswith(".") for part in name.parts) or path.stem.lower() in NO_DATA
-            if not hidden and common_format([path.name]) and path.resolve() not in known:
-                names.append(str(name))
-    if names:
-        logger.warning("--dataset_name %s: not read, by name or format: %s", folder, first_of(names))
 
 
 def source_of_saved(cfg: DataConfig, folder: Path, split: str) -> Source:

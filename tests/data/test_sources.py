@@ -17,8 +17,6 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.data.chat import Encoder
 from fp8_suite.data.collate import IGNORE
 from fp8_suite.data.demo import FILES, read_demo
-from fp8_suite.data.reading.sources import open_path_or_hub, warn_about_unread_files
-from fp8_suite.data.settings import DataConfig
 
 from tests.data.conftest import VOCABULARY, json_lines
 
@@ -126,30 +124,6 @@ def test_data_sets_saved_to_disk_are_read(build, answers, tmp_path, streaming):
 def test_only_the_files_of_the_split_are_read(load, answers, tmp_path):
     files = {"train.parquet": as_parquet([PAIR], tmp_path), "test.parquet": b"not to be read"}
     assert answers(load(files)) == ["It is 2."]
-
-
-@pytest.mark.parametrize(
-    ("read", "unread"),
-    [
-        (["a.jsonl", "b.jsonl"], ["c.csv", "d.parquet"]),
-        (["a.csv", "b.csv", "c.csv"], ["d.json", "e.txt"]),
-        (["train.jsonl", "test.jsonl"], ["extra.jsonl", "more/b.csv"]),
-    ],
-)
-def test_data_files_of_a_folder_that_are_not_read_are_named(tmp_path, cache, caplog, read, unread):
-    folder = tmp_path / "set"
-    for name in (*read, *unread, ".cache/c.jsonl", "README.md", "LICENSE.txt"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(b"text\nrow\n" if name.endswith("csv") else json_lines({"text": "row"}))
-    cfg = DataConfig(dataset_name=str(folder))
-    open_path_or_hub(cfg, "train")
-    assert f"{folder}: not read, by name or format: {', '.join(unread)}\n" in caplog.text
-    caplog.clear()
-    for name in unread:
-        (folder / name).unlink()
-    warn_about_unread_files.cache_clear()
-    open_path_or_hub(cfg, "train")
-    assert "not read" not in caplog.text
 
 
 @streaming
