@@ -30,15 +30,7 @@ def explaining_write_errors(path: Path) -> Iterator[None]:
 
 def write_remedy(error: OSError) -> str:
     """Return what to do about an error of a write."""
-    if error.errno in DISK_FULL:
-        return "free space"
-    if error.errno in NOT_WRITABLE:
-        return "make it writable"
-    if error.errno == errno.ENOENT:
-        return "its folder was moved or deleted: move it back"
-    if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
-        return "move away the file or folder of that name"
-    return "check the disk"
+    return "free space" if error.errno in DISK_FULL else "correct that"
 
 
 def hidden(path: Path, state: str) -> Path:
