@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 from fp8_suite.core.readers import UnreadableFile, read_yaml
-from fp8_suite.core.settings import TYPE_NAMES, Setting, nearest, split_hint
-
-SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")  # often written after a switch
+from fp8_suite.core.settings import Setting, nearest, split_hint
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -25,29 +22,16 @@ class OneLineParser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-(\d+|\d*\.\d+)([eE][-+]?\d+)?$")  # -1e-5, too
 
     def error(self, message: str) -> typing.NoReturn:
-        message = message.removeprefix("argument ")
-        if switch := re.match(r"(--[^/]+)/(--no_\S+): ignored explicit argument '(.*)'", message):
-            raise _takes_no_value(switch[1], switch[3])
-        if number := re.fullmatch(r"(--\S+): invalid (int|float) value: '(.*)'", message):
-            message = f"{number[1]} {number[3]}: must be {TYPE_NAMES[number[2]]}"
-        raise UserError(message, exit_code=EXIT_BAD_SETTING)
+        raise UserError(message.removeprefix("argument "), exit_code=EXIT_BAD_SETTING)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        args = sys.argv[1:] if args is None else list(args)
         namespace, unknown = self.parse_known_args(args, namespace)
         if not unknown:
             return namespace
         flags = [option for action in self._actions for option in action.option_strings]
-        word, before = unknown[0].split("=")[0], args[args.index(unknown[0]) - 1].replace("--no_", "--")
-        if word.lower() in SWITCH_VALUES and before.replace("--", "--no_") in flags:
-            raise _takes_no_value(before, word)
+        word = unknown[0].split("=")[0]
         kind = "unknown flag" if word.startswith("-") else "unexpected argument"
         raise UserError(f"{kind} {word}{nearest(word, flags)}", exit_code=EXIT_BAD_SETTING)
-
-
-def _takes_no_value(flag: str, value: str) -> UserError:
-    name = flag.removeprefix("--")
-    return bad_setting(f"takes no value; {flag} turns it on, --no_{name} off", **{name: value})
 
 
 class Switch(argparse.Action):

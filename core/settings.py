@@ -146,12 +146,7 @@ def convert(name: str, value: Any, hint: Any) -> Any:
     if name in PATHS:
         if not converted:  # often an unset variable of a script
             raise wrong("needs a value")
-        converted = os.path.expanduser(converted)  # shells do not expand --x=~/y
-        try:
-            os.fsencode(converted)
-            converted.encode()  # safetensors takes UTF-8 only
-        except UnicodeEncodeError:
-            raise wrong("the locale cannot encode it; set LC_ALL=C.UTF-8, or use another name") from None
+        return os.path.expanduser(converted)  # shells do not expand --x=~/y
     return converted
 
 

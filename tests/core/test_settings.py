@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 
@@ -41,7 +40,7 @@ def test_flags_set_fields_of_frozen_sections(monkeypatch):
     [
         *(("--use_t", "--use_te"), ("--lr 3", "--learning_rate"), ("--epochs 3", "--num_epochs")),
         *(("--model x", "--model_name"), ("--no_such_flag", ""), ("--adamw", ""), ("--gpus", "")),
-        *(("surprise", ""), ("--batch_size", "")),
+        *(("surprise", ""), ("--use_te false", ""), ("--batch_size", "")),
         *(("--fp8_scenario mxfp", "mxfp8"), ("--fp8_scenario MXFP8", "mxfp8"), ("--moment_dtype FP8", "fp8")),
         *(("--sharding_mode fsdp_offload", ""), ("--sharding_mode fsdp", "fsdp_full")),
         ("--moment_dtype fp8,BF16", "bf16"),
@@ -58,8 +57,7 @@ def test_an_unknown_word_is_answered_with_the_nearest(argv, nearest):
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        ("--use_te false", "takes no value; --use_te turns it on, --no_use_te off"),
-        ("--no_packing=True", "takes no value; --packing turns it on, --no_packing off"),
+        ("--no_packing=True", "--packing/--no_packing: ignored explicit argument 'True'"),
         ("--batch_size two", "must be a whole number or auto"),
         ("--gradient_accumulation_steps auto", "must be a whole number"),
         *((f"--{name} 1e10", "must be at most") for name in ("num_workers", "batch_size", "timeout_minutes")),
@@ -68,7 +66,6 @@ def test_an_unknown_word_is_answered_with_the_nearest(argv, nearest):
         ("--fp8_amax_history_len 2 --mixed_precision fp8", "applies to delayed, not to tensorwise"),
         ("--bf16_first_layers 1", "needs --mixed_precision fp8 (here bf16)"),
         ("--config /nowhere.yaml", "No such file or directory"),
-        ("--output_dir runs/\udcc3\udca9", "the locale cannot encode it"),
         ("--output_dir=", "needs a value"),
         *((f"--save_interval {text}", "(30m)") for text in ("30x", "-1", "0m", "1.5", "nan", "m", "infh")),
     ],
@@ -287,12 +284,3 @@ finally:
     assert done.returncode == code and text in done.stdout + done.stderr, done.stderr
     if command == "train_fp8.py --help":
         assert all(f"--{name}" in done.stdout for name in config.all_settings())
-
-
-def test_a_path_outside_the_locale_is_refused_at_the_start(tmp_path):
-    (tmp_path / "run.yaml").write_text("output_dir: mod\u00e8le", encoding="utf-8")
-    environment = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    command = [sys.executable, "train_fp8.py", "--config", str(tmp_path / "run.yaml")]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == EXIT_BAD_SETTING and done.stderr.count("\n") == 1
-    assert "the locale cannot encode it" in done.stderr
