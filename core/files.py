@@ -30,7 +30,9 @@ def explaining_write_errors(path: Path) -> Iterator[None]:
 
 def write_remedy(error: OSError) -> str:
     """Return what to do about an error of a write."""
-    return "free space" if error.errno in DISK_FULL else "correct that"
+    if error.errno in DISK_FULL:
+        return "free space"
+    return "its folder was moved or deleted: move it back" if error.errno == errno.ENOENT else "correct that"
 
 
 def hidden(path: Path, state: str) -> Path:
