@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from fp8_suite.core.errors import bad_setting, first_line
+from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.gpus import Gpu
 from fp8_suite.core.readers import UnreadableFile, read_json
 from fp8_suite.core.settings import AUTO
@@ -50,12 +50,9 @@ def read_model(name: str) -> Model:
 
 
 def _read_config(name: str) -> dict:
-    file = Path(name) / "config.json"
     try:
-        return read_json(file)
+        return read_json(Path(name) / "config.json")
     except UnreadableFile as error:
-        if file.is_file():
-            raise bad_setting(f"its config.json: {error.reason}", model_name=name) from None
         near = closest_preset(name.rpartition("/")[2])
         way_out = f"did you mean {near!r}?" if near else "correct it"
         reason = f"neither a preset (te_models/presets.py) nor a folder with a config.json ({error.reason})"
@@ -84,11 +81,7 @@ def refuse_what_training_refuses(cfg: Config, model: Model, gpus_per_node: int) 
     if cfg.model.use_te and Path(name, "config.json").exists():  # TE supports all presets
         from transformers import AutoConfig
 
-        try:
-            config = AutoConfig.from_pretrained(name)
-        except Exception as error:  # transformers raises many types of error here
-            raise bad_setting(f"its config.json: {first_line(error)}", model_name=name) from None
-        if reason := model.family.unsupported(config):
+        if reason := model.family.unsupported(AutoConfig.from_pretrained(name)):
             raise bad_setting(f"{reason}; drop --use_te", use_te=True, model_name=name)
     precision_map.assign(cfg, precision_map.te_names(shape.num_layers), shape.num_layers)
     checks.check_part(cfg, shape=shape, gpus_per_node=gpus_per_node)
