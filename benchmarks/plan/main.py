@@ -131,22 +131,19 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     level = plans[0].sizing.requested.cfg.model.recomputation
     size = f"{parameters / 1e9:.2f} billion" if parameters > 1e8 else f"{parameters / 1e6:.2f} million"
     frozen = f", {setup.model.adapters / 1e6:.1f} million in adapters" if setup.model.adapters else ""
-    head = [
-        *COLUMNS,
-        *["goodput"] * bool(plans[0].disk_gbs),
-        *["days"] * bool(tokens),
-        *["cost"] * bool(tokens and price),
-    ]
+    optional = {"goodput": plans[0].disk_gbs, "days": tokens, "cost": price}
+    head = [*COLUMNS, *(name for name, value in optional.items() if value)]
     rank = "data rank" if setup.layout.flags else "GPU"
     split = f"{optim.batch_size} x {setup.cfg.data.max_seq_length} tokens per micro-batch and {rank}, "
     split += f"{setup.batches.describe()} per step"
     if plans[0].sizing.is_choice:
         split = f"sequences of {setup.cfg.data.max_seq_length} tokens"
+    rows = [_row(plan, tokens, price) for plan in plans]
     lines = [
         f"{size} parameters{frozen}, {setup.recipe}, {split}"
         f"{f', --recompute {level}' if level not in ('none', AUTO) else ''}; {gpu.memory_gb:g} GB per GPU",
         "",
-        markdown(head, [_row(plan, tokens, price) for plan in plans]),
+        markdown(head, [row + ["-"] * (len(head) - len(row)) for row in rows]),
         *_saves(plans[0]),
         "",
         _parts("GB per GPU", plans, lambda plan: plan.memory, 1e9),
@@ -164,8 +161,7 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
 def _row(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
     start = [f"{plan.setup.gpus:,}", plan.setup.mode, f"{plan.peak / 1e9:.1f}", f"{plan.largest_batch:,}"]
     if not plan.fits:
-        optional = bool(plan.disk_gbs) + bool(tokens) + bool(tokens and price)
-        return [*start, "does not fit", *["-"] * (3 + optional)]
+        return [*start, "does not fit"]
     gpu = plan.sizing.gpu
     shares = [plan.tflops / peak for peak in (gpu.bf16_tflops, gpu.fp8_tflops) if peak]
     row = [*start, f"{1e3 * plan.step:,.0f}", f"{plan.tokens_per_second:,.0f}", f"{plan.tflops:.0f}"]
