@@ -164,22 +164,16 @@ def _loss_peak_fp8(setup: TrainingSetup) -> float:
     return kept + (gradient + chunk if several else max(gradient, chunk))
 
 
-def host_state(setup: TrainingSetup) -> tuple[float, int]:
-    """Return host memory of offloading in bytes per parameter: (always, additionally during a save).
+def offloaded_bytes(setup: TrainingSetup) -> float:
+    """Return the bytes of host memory per node that offloaded state and activations need.
 
     --offload_optimizer keeps masters and moments (of FP8 weights also BF16 weights), once for every copy of
     the model's state over all nodes. DeepSpeed keeps FP32 masters, gradients and moments, and BF16 weights
-    and gradients; with accumulation the latter are FP32 too. A save copies masters and moments.
+    and gradients; with accumulation the latter are FP32 too. A save of these copies masters and moments.
     """
+    per_parameter = setup.offloaded_state * setup.gpus / setup.shards
     if setup.mode_spec.offload:
-        return 20 + 2 * (setup.accumulation > 1), 12
-    return setup.offloaded_state * setup.gpus / setup.shards, 0
-
-
-def offloaded_bytes(setup: TrainingSetup) -> float:
-    """Return the bytes of host memory per node that offloaded state and activations need."""
-    kept, saving = host_state(setup)
-    per_parameter = kept + saving * setup.cfg.checkpoint.save_checkpoints
+        per_parameter = 20 + 2 * (setup.accumulation > 1) + 12 * setup.cfg.checkpoint.save_checkpoints
     return per_parameter * setup.model.trained / setup.nodes + host_activations(setup)
 
 

@@ -38,7 +38,8 @@ def test_an_exchange_in_fp8_needs_memory_beside_the_gradients(gpus, bytes_per_gr
 
 
 def test_deepspeed_keeps_gradients_in_fp32_on_the_host_if_several_add_up():
-    assert memory.host_state(setup_of(8.0, "ds_zero3_offload", 8, gradient_accumulation_steps=4)) == (22, 12)
+    setup = setup_of(8.0, "ds_zero3_offload", 8, gradient_accumulation_steps=4)
+    assert memory.offloaded_bytes(setup) == (22 + 12) * 8e9  # 12 during a save
 
 
 @pytest.mark.parametrize(("setting", "size"), [(None, 4), (2, 2), (8, 8), (1, 1), (3, None), (16, None)])
