@@ -138,8 +138,7 @@ def choose_layout(
 
 
 def _unpredicted(names: Iterable[str], unknown: str) -> UserError:
-    way_out = ", or give a value" if ";" in unknown else "; give a value"
-    reason = f"the memory of a step is unknown, as {unknown}{way_out}"
+    reason = f"the memory of a step is unknown ({unknown}); give a value"
     return bad_setting(reason, **dict.fromkeys(names, AUTO))
 
 

@@ -12,7 +12,6 @@ import io
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,16 +25,6 @@ from fp8_suite.training.parallel.zero_settings import CONFIGS, import_deepspeed,
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """This rank's part of a parameter in ZeRO's flat FP32 partition: `flat[offset : offset + size]`."""
-
-    flat: Tensor  # partition of master weights that the optimizer steps, with fragments of many parameters
-    offset: int
-    start: int  # index of the first element in the flattened parameter
-    size: int
 
 
 class Zero(Strategy):
@@ -156,45 +145,46 @@ class Zero(Strategy):
 
         return tensors, write_back
 
-    def _fragment(self, parameter: nn.Parameter) -> Fragment | None:
-        """Locate this rank's part of a parameter; None if it has none."""
+    def _fragment(self, parameter: nn.Parameter, key: str | None) -> tuple[int, Tensor] | None:
+        """Return this rank's part of a parameter's master weights (`key` None) or of a moment; None without.
+
+        It is the index of the first value in the flattened parameter, and a view [size] of ZeRO's flat FP32
+        partition, which holds fragments of many parameters.
+        """
         zero = self.engine.optimizer
         if self.stage == 3:
             group, offset, size = zero.grad_position[zero.get_param_id(parameter)]
             start = size * self.topology.rank
             size = min(size, parameter.ds_numel - start)  # without the padding of the last ranks
+            if size <= 0:
+                return None
             flat = zero.fp32_partitioned_groups_flat[group]
-            return Fragment(flat, offset, start, size) if size > 0 else None
-        if (mapping := parameter._hp_mapping) is None:
+        elif (mapping := parameter._hp_mapping) is None:
             return None
-        (flat,) = zero.optimizer.param_groups[mapping.param_group_index]["params"]
-        in_flat, in_parameter = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return Fragment(flat, in_flat.start, in_parameter.start, in_parameter.numel)
-
-    def _values(self, fragment: Fragment, key: str | None) -> Tensor:
-        """Return a view of a fragment's master weights (`key` None) or of a moment."""
-        source = fragment.flat
-        if key is not None:
-            source = optim.state_of(self.engine.optimizer.optimizer, source)[key]
-        return source.detach().narrow(0, fragment.offset, fragment.size)
+        else:
+            (flat,) = zero.optimizer.param_groups[mapping.param_group_index]["params"]
+            offset, address = mapping.hp_fragment_address.start, mapping.lp_fragment_address
+            start, size = address.start, address.numel
+        source = flat if key is None else optim.state_of(zero.optimizer, flat)[key]
+        return start, source.detach().narrow(0, offset, size)
 
     def _rows(self, parameter: nn.Parameter, key: str | None) -> DTensor:
         """Return this rank's rows of the master weights or of a moment, on the CPU. Collective."""
-        fragment, shape = self._fragment(parameter), _shape(parameter)
-        piece = (fragment.start, self._values(fragment, key)) if fragment else None
-        full = self._assemble(shape.numel(), piece).view(shape)
+        shape = _shape(parameter)
+        full = self._assemble(shape.numel(), self._fragment(parameter, key)).view(shape)
         start, stop = self._row_range(shape)
         return self._distributed((full[start:stop] if shape else full).cpu(), shape)
 
     def _set_rows(self, parameter: nn.Parameter, key: str | None, rows: Tensor) -> None:
         """Write the rows of all ranks to the master weights or to a moment. Collective."""
-        fragment, shape = self._fragment(parameter), _shape(parameter)
+        shape = _shape(parameter)
         start = self._row_range(shape)[0] * shape[1:].numel()
         has_piece = shape or self.topology.rank == 0  # every rank has a whole scalar
         piece = (start, rows.flatten()) if has_piece else None
         full = self._assemble(shape.numel(), piece)
-        if fragment:
-            self._values(fragment, key).copy_(full.narrow(0, fragment.start, fragment.size))
+        if fragment := self._fragment(parameter, key):
+            start, values = fragment
+            values.copy_(full.narrow(0, start, len(values)))
 
     def _row_range(self, shape: torch.Size) -> tuple[int, int]:
         """Return this rank's range of dim 0, split as by torch.chunk. It may be empty."""

@@ -168,13 +168,6 @@ def test_the_run_on_the_layout_is_the_predicted_one(on_gpus, capsys):
     assert sizing.chosen.layout.cp > 1, "a sequence does not fit on one GPU"
 
 
-def test_sizes_that_are_given_are_kept(on_gpus):
-    fixed = {"tensor_parallel_size": 4, "pipeline_parallel_size": 1, "sharding_mode": "fsdp_full"}
-    sharding = on_gpus(8, layout_settings("8B", **fixed)).sharding
-    assert {name: getattr(sharding, name) for name in fixed} == fixed
-    assert on_gpus(8, layout_settings("8B", lora_rank=16)).sharding.tensor_parallel_size == 1, "is refused"
-
-
 @pytest.mark.parametrize(
     ("settings", "flag"),
     [
