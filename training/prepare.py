@@ -51,7 +51,7 @@ from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.strategies import Strategy
 from fp8_suite.training.parallel.topology import Topology
 from fp8_suite.training.parallel.watchdog import DATA_SECONDS, Watchdog
-from fp8_suite.training.precision import fp8_stats, precision_map
+from fp8_suite.training.precision import fp8_stats
 from fp8_suite.training.resolve import Resolved, resolve, resolve_layout
 from fp8_suite.training.tracking import profiling
 
@@ -196,7 +196,6 @@ def _find_checkpoint(
         reason = "its run is finished and its checkpoints are gone; to train again, choose another folder"
         raise bad_setting(reason, output_dir=folder)
     if point:
-        precision_map.check_resume(point.meta, resolved.precision)
         if notice := check_resume(point, cfg, resolved.precision.effective, topology.world_size):
             print_rank0(notice)
         check_base(point, frozen_base(cfg, resolved.model))

@@ -90,7 +90,7 @@ def resolve(cfg: Config) -> Resolved:
         print_rank0(f"WARNING: --model_name {spec.name}: {reason}: {names}")
     if spec.dequantized:
         print_rank0(f"dequantizes {spec.dequantized} of {spec.name}")
-    for reason in filter(None, [precision.fallback_reason, *precision.map_fallbacks.values()]):
+    if reason := precision.fallback_reason:
         rule = "!" * 100
         print_rank0(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {FALLBACK_RECIPE} scaling\n{rule}")
     shape = ModelShape.from_hf_config(spec.config)

@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
-from fp8_suite.core.recipes import FALLBACK_RECIPE
+from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.core.settings import matches
 from fp8_suite.te_models.backend import te_module
 from fp8_suite.training.config import Config
 from fp8_suite.training.precision import torchao_fp8
 from fp8_suite.training.precision.coverage import fold_layers
-from fp8_suite.training.precision.recipes import Precision, make_recipe, recipe_or_fallback
+from fp8_suite.training.precision.recipes import Precision, make_recipe, why_refused
 from fp8_suite.training.precision.settings import MAP_SETTINGS, parse_precision_map
 from torch import nn
 
@@ -86,31 +85,30 @@ def te_names(num_layers: int) -> list[str]:
 def resolve_map(cfg: Config, precision: Precision, config: Any) -> Precision:
     """Return `precision` with a recipe for each TE module, if the user gave a map.
 
-    `config` is the model's. Unavailable recipes fall back or fail like --fp8_scenario. The modules of a
-    Hugging Face model are not known yet. UserError for an invalid map.
+    `config` is the model's. The modules of a Hugging Face model are not known yet. UserError for an invalid
+    map, or a recipe in it that cannot run here.
     """
     backend = precision.te_backend
     if backend is None or not _map_settings(cfg):
         return precision
     num_layers = config.num_hidden_layers
     requested = assign(cfg, te_names(num_layers), num_layers)
-    effective, fallbacks = {"bf16": "bf16", precision.requested: precision.effective}, {}
     te_recipe_of = {precision.effective: precision.te_recipe}
-    for name in dict.fromkeys(requested.values()):
-        if name not in effective:
-            flag = f"--precision_map ...={name}"
-            effective[name], reason = recipe_or_fallback(name, flag, cfg, backend)
-            te_recipe_of[effective[name]] = make_recipe(effective[name], cfg.precision, backend)
-            if reason:
-                fallbacks[name] = reason
-    by_module = {module: effective[name] for module, name in requested.items()}
+    for name in sorted({*requested.values()} - {"bf16", precision.requested, precision.effective}):
+        if message := why_refused(name, f"--precision_map ...={name}", backend):
+            raise UserError(message, flags=("precision_map",))
+        te_recipe_of[name] = make_recipe(name, cfg.precision, backend)
+    by_module = {
+        module: precision.effective if name == precision.requested else name
+        for module, name in requested.items()
+    }
     exceptions = sorted(set(by_module.values()) - {cfg.requested_recipe})
     if cfg.sharding.fp8_all_gather and exceptions:
         reason = (
             f"it gathers weights that are all in {cfg.requested_recipe}; drop it, or {', '.join(exceptions)}"
         )
         raise bad_setting(reason, fp8_all_gather=True, **_map_settings(cfg))
-    return replace(precision, by_module=by_module, te_recipe_of=te_recipe_of, map_fallbacks=fallbacks)
+    return replace(precision, by_module=by_module, te_recipe_of=te_recipe_of)
 
 
 def bf16_linears(model: nn.Module, precision: Precision) -> list[str]:
@@ -123,19 +121,6 @@ def bf16_linears(model: nn.Module, precision: Precision) -> list[str]:
         return [name.removeprefix("model.") for name in kept]  # the wrapper's
     layers = [name.split(".", 2)[1:] for name, recipe in precision.by_module.items() if recipe == "bf16"]
     return [f"model.layers.{layer}.{linear}" for layer, gemm in layers for linear in HF_LINEARS[gemm]]
-
-
-def check_resume(meta: dict[str, Any], precision: Precision) -> None:
-    """UserError if the checkpoint's run fell back differently from this machine."""
-    saved, current = (sorted(names) for names in (meta.get("map_fallbacks", {}), precision.map_fallbacks))
-    if saved != current:
-        raise UserError(
-            f"--resume: --precision_map falls back to {FALLBACK_RECIPE} for {', '.join(current) or 'none'} "
-            f"here, but for {', '.join(saved) or 'none'} in the checkpoint's run; resume on the same kind of "
-            "GPU, or start a new run from its exported model",
-            flags=("resume", "precision_map"),
-            exit_code=EXIT_BAD_SETTING,
-        )
 
 
 def apply(model: nn.Module, precision: Precision, group: Any = None) -> None:

@@ -35,7 +35,6 @@ class Precision:
     # Only with a precision map, else empty:
     by_module: dict[str, str] = field(default_factory=dict)  # recipe, or "bf16", of every GEMM module
     te_recipe_of: dict[str, Any] = field(default_factory=dict)  # TE's recipe object by name
-    map_fallbacks: dict[str, str] = field(default_factory=dict)  # recipe that cannot run here -> reason
 
     @property
     def fp8(self) -> bool:
@@ -80,7 +79,6 @@ class Precision:
             "fallback_reason": self.fallback_reason,
             "te_backend": self.te_backend,
             "emulated": self.emulated,
-            "map_fallbacks": self.map_fallbacks,
         }
 
 
@@ -97,8 +95,13 @@ def resolve_precision(cfg: Config) -> Precision:
     for setting in NATIVE_ONLY_SETTINGS if backend == "emulated" else ():
         if getattr(cfg.precision, setting):
             raise bad_setting("not available with emulated TE layers; drop it", **{setting: True})
-    flag = f"--fp8_scenario {cfg.precision.fp8_scenario}"
-    name, fallback_reason = recipe_or_fallback(cfg.requested_recipe, flag, cfg, backend)
+    name = cfg.requested_recipe
+    fallback_reason = why_refused(name, f"--fp8_scenario {cfg.precision.fp8_scenario}", backend)
+    if fallback_reason:
+        may_fall_back = RECIPES[name].may_fall_back and cfg.precision.fp8_fallback == "warn"
+        if not may_fall_back or why_not(FALLBACK_RECIPE, backend):
+            raise UserError(fallback_reason, flags=("fp8_scenario", "fp8_fallback"))
+        name = FALLBACK_RECIPE
     recipe = make_recipe(name, cfg.precision, backend)
     return Precision(cfg.requested_recipe, name, fallback_reason, recipe, backend, backend == "emulated")
 
@@ -132,20 +135,13 @@ def fp8_gemms_are_emulated() -> bool:
     return False
 
 
-def recipe_or_fallback(requested: str, flag: str, cfg: Config, backend: Backend) -> tuple[str, str | None]:
-    """Return (effective TE recipe, warning if it is the fallback).
-
-    UserError if `requested` cannot run and may not fall back (--fp8_fallback).
-    """
-    if (reason := why_not(requested, backend)) is None:
-        return requested, None
+def why_refused(name: str, flag: str, backend: Backend) -> str | None:
+    """Return the message that refuses a TE recipe which cannot run on this machine, else None."""
+    if (reason := why_not(name, backend)) is None:
+        return None
     able = [name for name in TE_RECIPES if why_not(name, backend) is None]
     runs = ", ".join(able) or "none; use --mixed_precision bf16"
-    message = f"{flag} cannot run here: {reason}. This machine runs: {runs}"
-    may_fall_back = RECIPES[requested].may_fall_back and cfg.precision.fp8_fallback == "warn"
-    if not may_fall_back or FALLBACK_RECIPE not in able:
-        raise UserError(message, flags=("fp8_scenario", "fp8_fallback"))
-    return FALLBACK_RECIPE, message
+    return f"{flag} cannot run here: {reason}. This machine runs: {runs}"
 
 
 def why_not(name: str, backend: Backend = "native") -> str | None:

@@ -10,7 +10,7 @@ from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.precision import precision_map
 from fp8_suite.training.precision.checks import check_sizes
 from fp8_suite.training.precision.coverage import coverage
-from fp8_suite.training.precision.precision_map import assign, check_resume, matches, te_names
+from fp8_suite.training.precision.precision_map import assign, matches, te_names
 from fp8_suite.training.precision.recipes import Precision, resolve_precision
 from fp8_suite.training.precision.scaling import scaling_state
 from transformers import LlamaConfig
@@ -107,23 +107,12 @@ def test_recipes_that_te_cannot_mix_are_refused():
         resolve(**gather, precision_map="layers.0.*.proj=bf16,layers.1.*.proj=delayed")
 
 
-def test_a_resume_on_a_gpu_that_replaces_other_recipes_is_refused():
-    here = replace(native(), map_fallbacks={"mxfp8": "too old"})
-    check_resume({"map_fallbacks": {"mxfp8": "another reason"}}, here)
-    check_resume({}, native())
-    with pytest.raises(UserError, match=r"--resume: .*delayed for mxfp8 here, .* none in the checkpoint"):
-        check_resume({"map_fallbacks": {}}, here)
-
-
-def test_a_recipe_of_the_map_falls_back_like_the_run():
-    cfg = TE | {"precision_map": "proj=nvfp4", "fp8_scenario": "current"}  # nvfp4 is not emulated
-    resolved = resolve(**cfg)
-    assert {resolved.by_module[name] for name in te_names(2) if name.endswith("proj")} == {"delayed"}
-    assert resolved.in_use == {"current", "delayed"} and resolved.effective == "current"
-    assert list(resolved.map_fallbacks) == ["nvfp4"]
-    assert resolved.as_dict()["map_fallbacks"] == resolved.map_fallbacks
-    with pytest.raises(UserError, match=r"--precision_map ...=nvfp4 cannot run here"):
-        resolve(**cfg, fp8_fallback="error")
+def test_a_recipe_of_the_map_that_cannot_run_here_is_refused():
+    with pytest.raises(UserError, match=r"--precision_map ...=nvfp4 cannot run here") as refused:
+        resolve(precision_map="proj=nvfp4")  # which is not emulated
+    assert refused.value.flags == {"precision_map"}
+    replaced = resolve(precision_map="proj=current", fp8_scenario="nvfp4")
+    assert replaced.in_use == {"current", "delayed"} and replaced.effective == "delayed"
 
 
 @pytest.mark.parametrize("recompute", [False, True])
