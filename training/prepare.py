@@ -152,7 +152,8 @@ def _decide(
     watchdog.starting("choosing the layout")
     cfg = resolve_layout(cfg, device)
     resolved = _on_each_rank(watchdog, "resolving precision and model", lambda: resolve(cfg))
-    ranks.agree("the effective precision", resolved.precision.comparable())
+    precision = resolved.precision.as_dict() | {"fallback_reason": None}  # it names a rank's GPU
+    ranks.agree("the effective precision", precision)
     ranks.agree("the model's files", resolved.weights_digests)
     watchdog.starting("testing kernels")
     kernels = enable_kernels(KernelInputs(cfg, resolved.precision, resolved.shape, device), cleanup)

@@ -66,11 +66,6 @@ class Precision:
         by_module = ", ".join(sorted(set(self.by_module.values())))
         return f"by module ({by_module})" if self.by_module else self.effective
 
-    def comparable(self) -> dict[str, Any]:
-        """Return the fields that must be equal on all ranks. Fallback reasons name the GPU and may differ."""
-        names = {"recipe": self.effective, "recipes in use": sorted(self.in_use)}
-        return names | {"te_backend": self.te_backend, "emulated": self.emulated}
-
     def as_dict(self) -> dict[str, Any]:
         """Return the fields to record."""
         return {
