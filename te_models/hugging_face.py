@@ -68,9 +68,6 @@ class HFCausalLM(nn.Module):
         recomputes_all = [level in ("layer", "full") for level in levels]
         if "mlp" in levels and not self.known_family:
             raise bad_setting(f"the MLP of {name} is unknown; choose layer", recompute=recompute)
-        if any(recomputes_all) and not self.model.supports_gradient_checkpointing:
-            reason = f"{name} does not support activation checkpointing; drop it"
-            raise bad_setting(reason, recompute=recompute)
         if any(recomputes_all) and reentrant and self.has_router_loss:
             raise bad_setting(
                 f"under DeepSpeed ZeRO-3 (such as ds_zero3), the router of {name} would get no gradient from "
