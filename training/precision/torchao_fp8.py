@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -41,18 +40,14 @@ def silence_import() -> None:
 
 def require_torchao() -> None:
     """UserError if torchao is not installed or does not load."""
-    problem = "is not installed"
-    if find_spec("torchao") is not None:
-        try:
-            _float8()
-            return
-        except (ImportError, OSError, RuntimeError, AttributeError) as error:
-            problem = f"does not load ({first_line(error)})"
-    raise UserError(
-        f"--mixed_precision fp8: without --use_te it needs torchao, which {problem}; install it with "
-        f"`{INSTALL}`, or use --mixed_precision bf16",
-        flags=("mixed_precision", "use_te"),
-    )
+    try:
+        _float8()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise UserError(
+            f"--mixed_precision fp8: without --use_te it needs torchao ({first_line(error)}); install it "
+            f"with `{INSTALL}`, or use --mixed_precision bf16",
+            flags=("mixed_precision", "use_te"),
+        ) from None
 
 
 def _float8() -> Any:

@@ -1,5 +1,6 @@
 """FP8 through torchao, emulated: converted layers, quantized values, runs of any architecture."""
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def test_a_model_without_linear_layers_is_refused_with_what_it_has():
 
 def test_missing_torchao_is_refused_before_anything_is_read(monkeypatch, tmp_path, capsys):
     torchao_fp8.require_torchao()
-    monkeypatch.setattr(torchao_fp8, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
     train(tmp_path / "run", "--mixed_precision fp8 --model_name /nowhere", code=EXIT_FAILED)
     assert torchao_fp8.INSTALL in capsys.readouterr().err
 
