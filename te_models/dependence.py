@@ -106,10 +106,6 @@ def _sees_other_half(model: HFCausalLM, half: int, name: str, *, packed: bool, s
         embedded.append(output.detach().requires_grad_())
         return embedded[0]
 
-    try:
-        embedding = model.model.get_input_embeddings()
-    except NotImplementedError:  # custom code without this method: a changed loss is enough
-        return True
-    with embedding.register_forward_hook(detach):
+    with model.model.get_input_embeddings().register_forward_hook(detach):
         (gradient,) = torch.autograd.grad(_loss_of_half(model, half, SAMPLE, packed=packed), embedded)
     return bool(gradient.chunk(2, dim=1)[1 - half].any())  # [1, 8, D]
