@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -273,12 +272,8 @@ def auto_class(config: Any, *, trust_remote_code: bool = False) -> Any:
         return AutoModelForCausalLM
     if type(config) in AutoModelForCausalLM._model_mapping:
         return AutoModelForCausalLM
-    if type(config) not in AutoModelForImageTextToText._model_mapping:
-        return None
-    model = AutoModelForImageTextToText._model_mapping[type(config)]
-    images = inspect.signature(model.forward).parameters.get("pixel_values")
-    reads_text_alone = images is None or images.default is None
-    return AutoModelForImageTextToText if reads_text_alone and not config.is_encoder_decoder else None
+    reads_images = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if reads_images and not config.is_encoder_decoder else None
 
 
 def from_config(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
