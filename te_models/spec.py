@@ -40,7 +40,6 @@ class ModelSpec:
     config: Any
     weights: Path | None
     trust_remote_code: bool = False
-    unused: tuple[str, ...] = ()  # tensors of the weight files that the model lacks
     quantization: dict[str, Any] | None = None  # quantization_config of FP8 weights; `config` lacks it
     dequantized: str | None = None  # number and form of FP8 tensors, for the run's records
 
@@ -211,8 +210,8 @@ def _find_weights(name: str) -> Path:
 def _check_weights(spec: ModelSpec, *, use_te: bool) -> ModelSpec:
     """Refuse unreadable safetensors and weights that do not fit TE layers, before anything is loaded.
 
-    Return the spec with `unused` tensors, for a known family, and tied as in the files: a stored LM head
-    that differs from the embedding is not tied, as in transformers.
+    Return the spec tied as in the files: a stored LM head that differs from the embedding is not tied, as in
+    transformers.
     """
     source = SafetensorsSource(spec.weights, spec.quantization)
     if spec.quantization:
@@ -222,13 +221,10 @@ def _check_weights(spec: ModelSpec, *, use_te: bool) -> ModelSpec:
     if has_both and getattr(spec.config, "tie_word_embeddings", False):
         tied = torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))
         spec = _with_fields(spec, tie_word_embeddings=tied)
-    if not spec.is_known_family:
-        return spec
-    model = on_meta(spec)
     if use_te:
+        model = on_meta(spec)
         source.require(parameter_shapes(model), optional=tied_names(model))
-    unused = source.shapes().keys() - model.state_dict().keys() - tied_names(model)
-    return replace(spec, unused=tuple(sorted(unused)))
+    return spec
 
 
 def digests(spec: ModelSpec) -> dict[str, str]:

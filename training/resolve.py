@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fp8_suite.core.errors import counted
 from fp8_suite.core.readers import read_record
 from fp8_suite.core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO
@@ -84,10 +83,6 @@ def resolve(cfg: Config) -> Resolved:
         torchao_fp8.require_torchao()
     spec = _find_model(cfg)
     precision = precision_map.resolve_map(cfg, precision, spec.config.get_text_config())
-    if unused := spec.unused:
-        count, names = counted(len(unused), "tensor"), ", ".join(unused[:3]) + ", ..." * (len(unused) > 3)
-        reason = f"left out {count} of its files, which the model does not have"
-        print_rank0(f"WARNING: --model_name {spec.name}: {reason}: {names}")
     if spec.dequantized:
         print_rank0(f"dequantizes {spec.dequantized} of {spec.name}")
     if reason := precision.fallback_reason:
