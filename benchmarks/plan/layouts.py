@@ -49,7 +49,7 @@ def best_layouts(
     if not plans:
         if next(search.setups(cfg), None) is None:
             make_plan(without_auto_sizes(cfg), gpu, **cluster)  # UserError if settings are refused
-        raise search.misfit(cfg)
+        raise search.misfit()
     return plans
 
 

@@ -128,7 +128,7 @@ def choose_layout(
         # UserError with a way out, unless a micro-batch is given that only other layouts can run.
         if cfg.optim.batch_size == AUTO or next(search.setups(cfg), None) is None:
             choose_sizing(sizes.without_auto_sizes(cfg), model, device, effective, free)
-        raise search.misfit(cfg)
+        raise search.misfit()
     chosen = fastest[0].chosen
     values = dict.fromkeys(names, 1) | chosen.layout.flags | {"sharding_mode": chosen.mode}
     flags = " ".join(as_flag(*setting) for setting in values.items())

@@ -76,10 +76,9 @@ class LayoutSearch:
         sizings = (sizes.choose_sizes(replace(setup, cfg=cfg), self.free, self.gpu) for setup, cfg in changed)
         return sorted(sizings, key=lambda sizing: self.seconds(sizing.chosen))
 
-    def misfit(self, cfg: Config) -> UserError:
+    def misfit(self) -> UserError:
         """Return the error of settings with which no layout fits."""
-        is_fixed = AUTO not in (cfg.optim.batch_size, cfg.model.recompute)
-        way_out = "add --batch_size auto --recompute auto" if is_fixed else "use more GPUs"
+        way_out = "use --batch_size auto --recompute auto, or more GPUs"
         return bad_setting(f"no layout on {counted(self.gpus, 'GPU')} fits; {way_out}", **self.searched)
 
     def setups(self, cfg: Config) -> Iterator[TrainingSetup]:
