@@ -9,15 +9,12 @@ it is for this machine only.
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
 import random
 import site
 import sys
 import sysconfig
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 from fp8_suite.benchmarks.records.launch import command_parser, run_command
@@ -29,53 +26,39 @@ SMALLEST, LARGEST = 2**10, 2**18  # bytes; larger files are mostly tables
 EVERY = 100  # one file in so many is for the test split
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = command_parser(PROG, __doc__)
-    parser.add_argument("out", type=Path, metavar="OUT", help="new folder")
-    parser.add_argument("--megabytes", type=float, required=True, metavar="X", help="text of the split train")
-    here = sorted({*site.getsitepackages(), sysconfig.get_path("stdlib"), "/usr/include", "/usr/share/doc"})
-    parser.add_argument(
-        "--folders", nargs="+", default=here, metavar="DIR", help=f"folders (default: {' '.join(here)})"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order (default: 0)")
-    return parser.parse_args(argv)
-
-
-def texts(folders: list[str], seed: int) -> Iterator[str]:
+def texts(folders: list[str]) -> Iterator[str]:
     """Yield the texts of the folders' files in random order, each once."""
-    paths = {
-        path.resolve() for folder in folders for path in Path(folder).rglob("*") if path.suffix in SUFFIXES
-    }
-    order, seen = sorted(paths), set()
-    random.Random(seed).shuffle(order)
+    files = (path.resolve() for folder in folders for path in Path(folder).rglob("*"))
+    order, seen = sorted({path for path in files if path.suffix in SUFFIXES}), set()
+    random.Random(0).shuffle(order)
     for path in order:
         try:
             if not (path.is_file() and SMALLEST <= path.stat().st_size <= LARGEST):
                 continue
-            content = path.read_bytes()
-            text = content.decode("utf-8")
+            text = path.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        digest = hashlib.sha1(content).digest()
-        if digest not in seen:
-            seen.add(digest)
+        if text not in seen:
+            seen.add(text)
             yield text
 
 
 def collect(argv: list[str]) -> int:
-    arguments = parse(argv)
-    if arguments.out.exists():
-        raise bad_setting("exists; give a new folder", out=arguments.out)
-    arguments.out.mkdir(parents=True)
-    written, wanted = {"train": 0, "test": 0}, arguments.megabytes * 1e6
-    with ExitStack() as stack:
-        paths = {split: arguments.out / f"{split}.jsonl" for split in written}
-        files = {
-            split: stack.enter_context(path.open("w", encoding="utf-8")) for split, path in paths.items()
-        }
-        for number, text in enumerate(texts(arguments.folders, arguments.seed)):
-            split = "test" if number % EVERY == 0 else "train"
-            files[split].write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    parser = command_parser(PROG, __doc__)
+    parser.add_argument("out", type=Path, metavar="OUT", help="new folder")
+    parser.add_argument("--megabytes", type=float, required=True, metavar="X", help="text of the split train")
+    here = sorted({*site.getsitepackages(), sysconfig.get_path("stdlib"), "/usr/include", "/usr/share/doc"})
+    text = f"folders (default: {' '.join(here)})"
+    parser.add_argument("--folders", nargs="+", default=here, metavar="DIR", help=text)
+    args = parser.parse_args(argv)
+    if args.out.exists():
+        raise bad_setting("exists; give a new folder", out=args.out)
+    args.out.mkdir(parents=True)
+    written, wanted = {"train": 0, "test": 0}, args.megabytes * 1e6
+    with (args.out / "train.jsonl").open("w") as train, (args.out / "test.jsonl").open("w") as test:
+        for number, text in enumerate(texts(args.folders)):
+            split, file = ("test", test) if number % EVERY == 0 else ("train", train)
+            file.write(json.dumps({"text": text}) + "\n")
             written[split] += len(text.encode("utf-8"))
             if written["train"] >= wanted:
                 break
