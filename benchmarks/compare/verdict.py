@@ -33,7 +33,7 @@ def conclude(
         reference=records[planned[0].name],
         results={name: judge_pairs(of_variant, max_loss_gap) for name, of_variant in pairs.items()},
         stopped={name: text for name, text in stopped.items() if name not in pairs},
-        notes=_notes_on_losses(records) + _notes_on_runs(planned, records, failures),
+        notes=_notes_on_losses(records) + _notes_on_runs(records, failures),
         max_loss_gap=max_loss_gap,
         price_per_gpu_hour=price_per_gpu_hour,
     )
@@ -86,8 +86,8 @@ def _notes_on_losses(records: Records) -> list[str]:
     return notes
 
 
-def _notes_on_runs(planned: list[VariantRun], records: Records, failures: Failures) -> list[str]:
-    """Return notes on emulation, machines, skipped steps, failures, and baselines with other layers."""
+def _notes_on_runs(records: Records, failures: Failures) -> list[str]:
+    """Return notes on emulation, machines, skipped steps and failures."""
     notes = []
     if emulated := [name for name, record in records.items() if record.emulated]:
         notes.append(
@@ -104,15 +104,6 @@ def _notes_on_runs(planned: list[VariantRun], records: Records, failures: Failur
         if overflows:
             notes.append(f"{name} skipped {overflows} steps to lower its FP16 loss scale.")
     notes += [f"{name} did not finish: {outcome.reason}." for name, outcome in failures.items()]
-    layers = {run.name: "TE" if run.cfg.model.use_te else "Hugging Face" for run in planned}
-    for run in planned:
-        if run.first and run.baseline and not run.name.startswith("bf16"):
-            kind, baseline_kind = layers[run.name], layers[run.baseline]
-            if kind != baseline_kind:
-                notes.append(
-                    f"{run.name} has {kind} layers, its baseline {run.baseline} {baseline_kind} layers, so "
-                    "its gap includes other effects than precision; list both bf16 and bf16_hf"
-                )
     return notes
 
 
