@@ -73,9 +73,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     add_number(parser, "repeats", 1, "runs to measure")
     parser.add_argument("--profile", action="store_true", help="also record the GPU time by kind of kernel")
     arguments, training = split_flags(parser, argv)
-    requested = given_settings(training, PROG, OWNED)
-    resolved = config_from_dict(requested).to_dict()
-    return arguments, {name: resolved[name] for name in requested}
+    return arguments, given_settings(training, PROG, OWNED)
 
 
 def measure(argv: list[str]) -> int:

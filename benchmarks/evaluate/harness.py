@@ -18,9 +18,7 @@ def find_tasks(names: list[str], include_path: Path | None) -> Any:
         raise bad_setting(reason, tasks=",".join(names))
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=include_path, include_defaults=False)
-    if not set(names) <= set(manager.all_tasks):  # indexing lm-eval's own tasks takes ten seconds
-        manager = TaskManager(include_path=include_path)
+    manager = TaskManager(include_path=include_path)
     for name in set(names) - set(manager.all_tasks):
         raise bad_setting(f"unknown task{nearest(name, manager.all_tasks)}", tasks=name)
     return manager

@@ -137,9 +137,5 @@ def _write_rows(rows: dict[tuple[str, str], Row], path: Path) -> None:
 def _read_rows(path: Path) -> list[Row]:
     if not path.exists():
         return []
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            return [json.loads(line) for line in file]
-    except (OSError, EOFError, ValueError) as error:
-        reason = f"cannot be read ({error}); restore it, or choose another file"
-        raise bad_setting(reason, table=path) from None
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]

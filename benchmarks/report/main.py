@@ -65,10 +65,10 @@ def upload(
     tables: dict[str, Table],
     figures: list[Path],
     config: dict[str, Any] | None = None,
-) -> bool:
+) -> None:
     """Log tables, figures and report.html of `folder` as a W&B run of the job type `report`.
 
-    Uploading again updates the same W&B run. Returns False, after a warning, if W&B fails.
+    Uploading again updates the same W&B run. If W&B fails, it is a warning.
     """
     try:
         import wandb
@@ -92,8 +92,6 @@ def upload(
         run.finish()
     except Exception as error:
         print(f"WARNING: the report of {folder} was not uploaded to W&B ({error})", file=sys.stderr)
-        return False
-    return True
 
 
 def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecord], RunRecord]:
