@@ -10,7 +10,7 @@ from statistics import quantiles
 from typing import Any, NamedTuple
 
 from fp8_suite.benchmarks.records.runs import DEFAULT, WORK, RunRecord, Series
-from fp8_suite.benchmarks.report.gaps import Comparison, loss_gap, repeats, smooth
+from fp8_suite.benchmarks.report.gaps import Comparison, loss_gap, repeats, smoothed
 from fp8_suite.benchmarks.report.judge import Judgement, Result
 from fp8_suite.benchmarks.report.tables import Columns, labels, metric_columns, read_value
 from matplotlib.axes import Axes
@@ -171,10 +171,8 @@ def draw_losses(runs: list[RunRecord]) -> Figure:
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         train, evaluation = run.series("train/loss"), run.series("eval/loss")
         if train:
-            means = smooth([loss for _, loss in train])
             _plot(axes, train, color=style(i)["color"], alpha=0.25, linewidth=1)
-            smoothed = list(zip([step for step, _ in train], means, strict=True))
-            _plot(axes, smoothed, **style(i), **_markers(train), label=name)
+            _plot(axes, [*smoothed(run).items()], **style(i), **_markers(train), label=name)
         if evaluation:
             label = None if train else name
             _plot(axes, evaluation, "o", color=style(i)["color"], markersize=5, label=label)

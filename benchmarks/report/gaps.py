@@ -102,13 +102,13 @@ def other_settings(run: RunRecord, reference: RunRecord, *, precision: bool = Fa
     ]
 
 
-def seed_runs(runs: list[RunRecord], reference: RunRecord) -> list[RunRecord]:
-    """Return the reference and its repetitions with other seeds: one run per seed, without diverged runs."""
-    by_seed = {reference.config.get("seed"): reference}
+def seed_runs(runs: list[RunRecord], reference: RunRecord) -> dict[int, RunRecord]:
+    """Return the reference and its repetitions with other seeds, by seed, without diverged runs."""
+    by_seed = {reference.setting("seed"): reference}
     for run in runs:
         if repeats(run, reference) and ends_finite(run) and why_not_comparable(run, reference) is None:
-            by_seed.setdefault(run.config.get("seed"), run)
-    return list(by_seed.values())
+            by_seed.setdefault(run.setting("seed"), run)
+    return by_seed
 
 
 def repeats(run: RunRecord, first: RunRecord) -> bool:
@@ -133,12 +133,8 @@ def smoothed(run: RunRecord) -> dict[int, float]:
 
 def loss_gap(run: RunRecord, reference: RunRecord) -> Series:
     """Return (step, relative gap of the smoothed losses) for all steps that both runs logged."""
-    losses, reference_losses = smoothed(run), smoothed(reference)
-    return [
-        (step, losses[step] / reference_losses[step] - 1)
-        for step in sorted(losses)
-        if reference_losses.get(step)
-    ]
+    baseline = smoothed(reference)
+    return [(step, loss / baseline[step] - 1) for step, loss in smoothed(run).items() if baseline.get(step)]
 
 
 def tail_gap(run: RunRecord, reference: RunRecord) -> float | None:
@@ -185,12 +181,12 @@ class Comparison:
 def compare_losses(runs: list[RunRecord], reference: RunRecord) -> Comparison:
     """Pair every run with the repetition of the reference with its seed, or else with the reference."""
     pairs, left_out = [], {}
-    seeds = seed_runs(runs, reference)
-    by_seed = {run.setting("seed"): run for run in seeds}
+    by_seed = seed_runs(runs, reference)
     for label, run in zip(labels(runs), runs, strict=True):
         if run is reference:
             continue
-        baseline = reference if run in seeds else by_seed.get(run.setting("seed"), reference)
+        same_seed = by_seed.get(run.setting("seed"), reference)
+        baseline = reference if same_seed is run else same_seed
         if reason := why_not_comparable(run, baseline):
             left_out[label] = reason
         else:
