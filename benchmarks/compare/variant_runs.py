@@ -34,11 +34,6 @@ class VariantRun(GridRun):
         """True if it has the first seed."""
         return self.name == self.variant
 
-    @property
-    def data_ranks(self) -> int:
-        """Number of ranks that train on different sequences."""
-        return with_data_ranks(self.cfg, self.gpus)[1]
-
 
 def build_runs(
     variants: list[Variant],
@@ -93,9 +88,9 @@ def _baseline(variant: Variant, by_name: dict[str, Variant]) -> str | None:
 def check_before_start(runs: list[VariantRun]) -> None:
     """Raise UserError if results would be incomparable, or if a run lacks its model or data."""
     reference = runs[0]
-    batch = global_batch(reference.cfg, reference.data_ranks)
+    batch = global_batch(*with_data_ranks(reference.cfg, reference.gpus))
     for run in runs:
-        if (size := global_batch(run.cfg, run.data_ranks)) != batch:
+        if (size := global_batch(*with_data_ranks(run.cfg, run.gpus))) != batch:
             raise bad_input(
                 f"{run.name} and {reference.name} cannot be compared: --batch_size x "
                 f"--gradient_accumulation_steps x ranks is {size} and {batch}; choose equal products, or "

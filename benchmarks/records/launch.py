@@ -29,13 +29,13 @@ from fp8_suite.core.errors import (
     UserError,
     bad_setting,
 )
+from fp8_suite.core.packages import ROOT
 from fp8_suite.core.redact import redact
 from fp8_suite.core.settings import AUTO
 from fp8_suite.core.signals import handling_stop_signals
 from fp8_suite.training.config import Config, changed_settings, settings_path
 from fp8_suite.training.estimate.sizes import global_batch, searched_settings
 
-ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1
 CHOSEN = ("batch_size", "gradient_accumulation_steps", "recompute")  # a run may choose these
 
@@ -199,8 +199,8 @@ def _workers(pid: int) -> list[int]:
     return ranks
 
 
-def is_begun(cfg: Config) -> bool:
-    """True if this run was started before. UserError if its folder holds a run with other settings.
+def is_finished(cfg: Config) -> bool:
+    """True if this run has finished. UserError if its folder holds a run with other settings.
 
     Training would resume with other sharding, kernels or length, but such a run is not comparable.
     """
@@ -215,7 +215,7 @@ def is_begun(cfg: Config) -> bool:
             f"{folder}: holds a run with other settings ({pairs}); use its settings or another --output_dir, "
             "or delete the run folder to start over"
         )
-    return True
+    return (folder / "summary.json").exists()
 
 
 def chosen_at_start(old: dict[str, Any], cfg: Config) -> set[str]:
@@ -227,8 +227,3 @@ def chosen_at_start(old: dict[str, Any], cfg: Config) -> set[str]:
         same = old["batch_size"] * old["gradient_accumulation_steps"] == global_batch(cfg, 1)
         chosen = chosen | set(CHOSEN[:2]) if same else chosen - set(CHOSEN[:2])
     return chosen
-
-
-def is_finished(cfg: Config) -> bool:
-    """True if this run has finished. UserError if its folder holds a run with other settings."""
-    return is_begun(cfg) and (Path(cfg.checkpoint.output_dir) / "summary.json").exists()
