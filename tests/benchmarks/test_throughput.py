@@ -40,17 +40,13 @@ def test_an_interval_has_eight_micro_batches_or_one_long_step(accumulation, leng
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "message"),
+    ("flags", "message"),
     [
-        ("--max_steps 3", 2, "--max_steps 3: python -m benchmarks.throughput sets this"),
-        ("--steps 15", 2, "--steps 15: the first 8 steps are not measured; use at least 16"),
-        ("--tokenizer_name other", 2, "--tokenizer_name other: synthetic text needs the demo"),
-        ("--profile", 2, "--profile: needs a CUDA GPU"),
-        ("--use_te --te_backend emulated", 1, "--te_backend emulated, or --use_te"),
-        ("--mixed_precision fp8", 1, "without a CUDA GPU: the run would be emulated"),
+        ("--max_steps 3", "--max_steps 3: python -m benchmarks.throughput sets this"),
+        ("--steps 15", "--steps 15: the first 8 steps are not measured; use at least 16"),
+        ("--tokenizer_name other", "--tokenizer_name other: synthetic text needs the demo"),
     ],
 )
-def test_measurements_that_cannot_be_are_refused(tmp_path, capsys, monkeypatch, flags, code, message):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["--output_dir", str(tmp_path / "out"), *shlex.split(flags)]) == code
+def test_measurements_that_cannot_be_are_refused(tmp_path, capsys, flags, message):
+    assert main(["--output_dir", str(tmp_path / "out"), *shlex.split(flags)]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
