@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from fp8_suite.benchmarks.evaluate.answers import expected_answer, final_answer, same_answer
-from fp8_suite.benchmarks.evaluate.generate import generate
 from fp8_suite.benchmarks.evaluate.harness import run_tasks
 from fp8_suite.benchmarks.evaluate.targets import Target
 from fp8_suite.benchmarks.records.evaluation import Result, smoothed
-from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.errors import UserError, bad_setting, one_line
 from fp8_suite.core.readers import read_record
 from fp8_suite.data.build import (
     BatchShape,
@@ -25,7 +25,10 @@ from fp8_suite.data.build import (
 from fp8_suite.data.samples import Selection, Split
 from fp8_suite.data.tokenizer import load_tokenizer
 from fp8_suite.te_models.spec import find_model
+from fp8_suite.training.export.generate import end_tokens
 from fp8_suite.training.export.loss import load_export, model_loss
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 Answers = list[dict[str, Any]]
 
@@ -97,3 +100,52 @@ def exact_match(answers: Answers, data: str, max_new_tokens: int) -> Result:
     note = f"{cut} cut at --max_new_tokens {max_new_tokens}" if cut else None
     error = math.sqrt(share * (1 - share) / samples)
     return Result("exact_match", scores.count("1") / samples, error, samples, data, note=note, scores=scores)
+
+
+@torch.inference_mode()
+def generate(
+    model: Any,
+    prompts: list[list[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    turn_end: int | None,
+    max_new_tokens: int,
+    batch_size: int,
+) -> list[list[int]]:
+    """Return the tokens after each prompt, without the end token. `turn_end` ends answers to chats."""
+    exported = model.generation_config
+    ends = end_tokens(exported, tokenizer, turn_end)
+    pad = min(tokenizer.pad_token_id, model.get_input_embeddings().num_embeddings - 1)
+    limits = {"max_new_tokens": max_new_tokens, "eos_token_id": ends or None, "pad_token_id": pad}
+
+    def answer(indices: list[int]) -> list[list[int]]:
+        missing = [max(len(prompts[i]) for i in indices) - len(prompts[i]) for i in indices]
+        pairs = list(zip(missing, indices, strict=True))
+        ids = torch.tensor([[pad] * left + prompts[i] for left, i in pairs], device=model.device)
+        mask = torch.tensor([[0] * left + [1] * len(prompts[i]) for left, i in pairs], device=model.device)
+        output = model.generate(ids, attention_mask=mask)[:, ids.shape[1] :].tolist()
+        return [tokens[: next((i for i, t in enumerate(tokens) if t in ends), None)] for tokens in output]
+
+    model.generation_config = GenerationConfig(do_sample=False, **limits)  # without the export's penalties
+    try:
+        return in_batches([len(prompt) for prompt in prompts], batch_size, answer)
+    finally:
+        model.generation_config = exported
+
+
+def in_batches(lengths: list[int], size: int, work: Callable[[list[int]], list[Any]]) -> list[Any]:
+    """Return the results of `work` on batches of indices, the longest first; halve them if memory is full."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    results: dict[int, Any] = {}
+    with tqdm(total=len(order), disable=None, leave=False) as progress:
+        while batch := order[len(results) : len(results) + size]:
+            try:
+                results |= zip(batch, work(batch), strict=True)
+                progress.update(len(batch))
+                continue
+            except torch.OutOfMemoryError as error:
+                if size == 1:
+                    raise UserError(f"one sample does not fit in GPU memory: {one_line(error)}") from None
+            size = -(-size // 2)
+            torch.cuda.empty_cache()  # outside of `except`, which keeps the batch's tensors
+    return [results[i] for i in range(len(lengths))]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from fp8_suite.benchmarks.evaluate.generate import in_batches
 from fp8_suite.benchmarks.evaluate.main import main
+from fp8_suite.benchmarks.evaluate.measure import in_batches
 
 from tests.gpu.test_run import SMALL, train
 
