@@ -14,7 +14,6 @@ from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.benchmarks.records.table import read_table
 from fp8_suite.benchmarks.report.figures import PALETTE, STYLE, draw_bars
 from fp8_suite.benchmarks.report.gaps import smooth
-from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -71,8 +70,6 @@ def chart(argv: list[str]) -> int:
     parser = command_parser("python -m benchmarks.chart", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="image to write, .svg or .png")
     target = parser.parse_args(argv).file
-    if target.suffix not in (".svg", ".png"):
-        raise UserError(f"{target}: neither .svg nor .png; rename it", exit_code=EXIT_BAD_SETTING)
     with matplotlib.rc_context(STYLE | CHART_STYLE):
         figure = Figure(figsize=(13, 3.4), layout="constrained")
         speed, loss = figure.subplots(1, 2, width_ratios=(3, 2))

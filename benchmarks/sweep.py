@@ -76,8 +76,6 @@ def read_axes(grid: dict[str, list[Any]], replaced: list[str]) -> dict[str, list
             raise bad_setting(reason, axis=text)
         parts = [values] if name == "precision" else values.split(",")  # variants may contain commas
         axes[name] = [value for value in parts if value]
-        if not axes[name]:
-            raise bad_setting("needs at least one value", axis=text)
     return axes
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,4 @@ def write_results(folder: Path, results: list[Result], **record: Any) -> None:
 def read_results(folder: Path, steps: int | None) -> list[Result]:
     """Return the results of a run after `steps`; [] without any, and if it was trained further since."""
     record = read_record(folder / FILE)
-    with suppress(TypeError):  # of another version
-        return [Result(**row) for row in record.get("results", ())] if record.get("steps") == steps else []
-    return []
+    return [Result(**row) for row in record.get("results", ())] if record.get("steps") == steps else []

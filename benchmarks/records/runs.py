@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -240,11 +241,7 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl, without the partial last line of a running or killed run."""
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            numbers = with_numbers(record)
+        with suppress(ValueError):
+            numbers = with_numbers(json.loads(line))
             records.append({k: value for k, value in numbers.items() if isinstance(value, int | float)})
     return records
