@@ -89,15 +89,13 @@ def data_rules(s: Any) -> Iterator[tuple[str, str]]:
     parse_save_interval(s.save_interval)  # UserError for one that it cannot parse
     if s.streaming and s.max_steps is None:
         yield "streaming", "a stream's length is unknown; give --max_steps"
-    if s.eval_samples == 0 and (s.generate_samples or s.max_steps == 0):
-        yield "eval_samples", "--generate_samples and --max_steps 0 need evaluation samples; give some"
-    if s.generate_samples and not s.export:
-        yield "generate_samples export", "samples come from the exported model; drop one of the two"
+    if s.eval_samples == 0 and s.max_steps == 0:
+        yield "eval_samples max_steps", "the run would do nothing; give some samples, or steps"
+    if s.generate_samples and (s.eval_samples == 0 or s.max_steps == 0 or not s.export):
+        reason = "an exported model answers evaluation samples; drop it, or what excludes them"
+        yield "generate_samples eval_samples max_steps export", reason
     if s.export_dtype != "bf16" and not s.export:
         yield "export_dtype export", "this run writes no export; drop one of the two"
-    if s.generate_samples and s.max_steps == 0:
-        reason = "--max_steps 0 only evaluates and exports nothing, but samples need an export; drop one"
-        yield "max_steps generate_samples", reason
 
 
 def optim_rules(s: Any) -> Iterator[tuple[str, str]]:
@@ -160,10 +158,8 @@ def model_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "gradient_checkpointing recompute", reason
     recomputes = s.gradient_checkpointing or s.recompute != "none"
     if s.offload_activations and s.recompute == AUTO:
-        yield (
-            "recompute offload_activations",
-            "auto cannot plan offloaded activations; give a level, or drop it",
-        )
+        reason = "auto cannot plan offloaded activations; give a level, or drop it"
+        yield "recompute offload_activations", reason
     if s.offload_activations and not (s.use_te and recomputes):
         yield "offload_activations", "needs --use_te and recomputed layers, such as --recompute layer"
 
