@@ -180,9 +180,8 @@ def _report_model(prepared: PreparedRun, assembly: Assembly) -> None:
     if (topology := strategy.topology).world_size > 1:
         nodes = f" on {topology.nodes} nodes" if topology.nodes > 1 else ""
         where = f"{topology.world_size} x {strategy.device.type}{nodes}, {strategy.mode}"
-        if communication := resolved.cp_comm_type:
-            where += f", {topology.cp} share each sequence ({communication})"
-        shared = {"each layer": topology.tp, "the layers": topology.pp}
+        sequences = f"each sequence ({resolved.cp_comm_type})"
+        shared = {sequences: topology.cp, "each layer": topology.tp, "the layers": topology.pp}
         where += "".join(f", {size} share {what}" for what, size in shared.items() if size > 1)
     kind = layers.get(resolved.precision.te_backend, "Hugging Face")
     print_rank0(

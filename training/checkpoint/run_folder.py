@@ -87,13 +87,8 @@ def check_space(folder: Path, size: float) -> None:
 
 def check_shared(folder: Path) -> None:
     """UserError if --output_dir is a different directory on another node. Collective."""
-
-    def create_marker() -> str:
-        name = f".seen.{uuid.uuid4().hex}"
-        (folder / name).touch()
-        return name
-
-    marker = folder / ranks.run_on_rank0(create_marker)
+    marker = folder / f".seen.{ranks.run_on_rank0(lambda: uuid.uuid4().hex)}"
+    ranks.run_on_rank0(marker.touch)
 
     def wait_for_marker() -> None:
         deadline = time.monotonic() + SHARED_FOLDER_SECONDS

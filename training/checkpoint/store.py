@@ -101,14 +101,9 @@ class Checkpoints:
         try:
             write()
         except OSError as error:
-            reason, remedy = error.strerror or error, write_remedy(error)
-            earlier = index.step_folders(self.folder)
-            if remedy == "free space" and earlier and self.keep_last > 1:
-                remedy += f" or lower --keep_last (now {self.keep_last})"
-            remedy += f", then rerun with `--output_dir {self.folder.parent}`"
-            if earlier:
-                remedy = f"earlier ones are intact; {remedy} to resume"
-            failure = UserError(f"{final}: cannot write this checkpoint: {reason}; {remedy}")
+            reason = f"cannot write this checkpoint: {error.strerror or error}"
+            remedy = f"{write_remedy(error)}, then rerun with `--output_dir {self.folder.parent}` to resume"
+            failure = UserError(f"{final}: {reason}; {remedy}")
             failure.ranks = error.ranks  # set by _raising_cause
             raise failure from None
         finally:
