@@ -168,7 +168,7 @@ def open_logs(
     layers = "te" if cfg.model.use_te else "hf"
     emulated = ["emulated"] if precision.emulated else []
     mode = [strategy.mode] if strategy.topology.world_size > 1 else []
-    done = resume_step or 0
+    done, on_rank0 = resume_step or 0, strategy.topology.rank == 0
     tracker = build_tracker(
         cfg.log,
         prepared.folder,
@@ -176,7 +176,7 @@ def open_logs(
         tags=[prepared.resolved.model.short_name, precision.effective, layers, *emulated, *mode],
         resume_step=resume_step,
         evaluates_again=done >= prepared.total_steps and evaluates,
-        enabled=strategy.topology.rank == 0,
+        enabled=on_rank0,
     )
     name = environment.get("gpu_name")
     peaks = {p: peak_tflops(name, p) if name else None for p in ("bf16", "fp8")}
@@ -189,8 +189,7 @@ def open_logs(
         emulated=precision.emulated,
         adapters=prepared.sizing.chosen.model.adapters,
     )
-    batches, on_rank0 = prepared.batches, strategy.topology.rank == 0
-    display = Display(prepared.total_steps, done, on_rank0, batches.position if batches.is_ramp else None)
+    display = Display(prepared.total_steps, done, on_rank0, prepared.batches.position)
     return Logs(tracker, display, meter)
 
 

@@ -122,7 +122,6 @@ def run(
     try:
         finished = work(trainer) if work else trainer.train()
         trainer.stop.remaining_work = "the export and the logs"
-        trainer.logs.display.close()
         if finished and prepared.cfg.exports:
             with observers.wall_time.phase("export"):
                 export(prepared, assembly)
@@ -130,7 +129,6 @@ def run(
             warn_of_earlier_exports(prepared, trainer.progress.step)
             trainer.logs.tracker.summary(summarize(prepared, trainer, observers))
     finally:
-        trainer.logs.display.close()
         observers.close()
     saves = prepared.cfg.checkpoint.save_checkpoints
     code = 0 if finished else EXIT_INTERRUPTED if saves else EXIT_FAILED

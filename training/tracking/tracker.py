@@ -17,7 +17,6 @@ from fp8_suite.core.readers import parse_json, read_record
 from fp8_suite.core.redact import redact
 from fp8_suite.training.tracking.settings import LogConfig
 from fp8_suite.training.tracking.wandb_writer import WandbWriter, call_with_timeout
-from tqdm import tqdm
 
 FAILED_RUN_SECONDS = 5.0  # upload timeout of a failed run; less than the watchdog's GRACE_SECONDS
 
@@ -67,7 +66,7 @@ class Tracker:
             self._services.pop(name, None)
             text = f"WARNING: {name} failed and is disabled; training continues, metrics.jsonl has everything"
             reason = redact(" ".join(f"{type(error).__name__}: {error}".split()))
-            tqdm.write(f"{text} ({reason})", file=sys.stderr)
+            print(f"{text} ({reason})", file=sys.stderr, flush=True)
 
 
 def replaces_finished_run(run_folder: Path, resume_step: int | None) -> bool:

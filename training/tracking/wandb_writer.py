@@ -13,7 +13,6 @@ from typing import Any
 from fp8_suite.core.files import replace_file
 from fp8_suite.core.redact import redacted
 from fp8_suite.training.tracking.settings import LogConfig
-from tqdm import tqdm
 
 # Timeouts. `wandb.init` retries for hours if the server fails after its first response. Files that are not
 # uploaded at the end of a run stay on disk for `wandb sync`.
@@ -84,7 +83,7 @@ def start_wandb(cfg: LogConfig, folder: Path, **options: Any) -> Any:
         if problem:
             options["mode"] = "offline"
             where = f"logging offline to {folder / 'wandb'}, `wandb sync` uploads it"
-            tqdm.write(f"WARNING: W&B: {settings.base_url} {problem}; {where}", file=sys.stderr)
+            print(f"WARNING: W&B: {settings.base_url} {problem}; {where}", file=sys.stderr, flush=True)
     limits = {"finish_timeout": UPLOAD_SECONDS, "finish_timeout_raises": True}
     options |= {"project": cfg.wandb_project, "dir": str(folder)}
     options["settings"] = wandb.Settings(console="off", x_disable_meta=True, **limits)

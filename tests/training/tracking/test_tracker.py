@@ -194,14 +194,12 @@ def test_git_state_is_that_of_the_folder_s_own_repository(tmp_path):
     assert git_state(tmp_path.resolve() / "inside") is None
 
 
-def test_progress_is_plain_lines_without_a_terminal(capsys, monkeypatch):
+def test_progress_is_a_line_per_log_with_the_time_left(capsys, monkeypatch):
     clock = iter([50.0, 70.0])
     monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
-    progress = Display(1000, initial=900)
-    progress.update(901, {})
+    progress = Display(1000, initial=900, enabled=True)
     progress.update(910, LOGGED | {"perf/tokens_per_second": 14376.4, "perf/unknown": 1})
     progress.message("eval loss 1.0")
-    progress.close()
     line, message = capsys.readouterr().out.splitlines()
     # 10 steps of this launch in 20 s, 90 to go.
     assert line.startswith("step 910/1000 | loss 1.2346") and line.endswith("left 0:03:00")
