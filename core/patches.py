@@ -22,7 +22,6 @@ class Patch:
     targets: tuple[str, ...]  # OWNER:NAME; the owner is a module, a class or a mapping such as os.environ
     why: str
     during: str  # who turns it on, and for how long
-    tested_by: str
     only_imported: bool = False  # skip modules that this process has not imported
 
     @contextmanager
@@ -62,31 +61,26 @@ FLASH_ATTENTION_4_ON = Patch(
     ("os.environ:NVTE_FUSED_ATTN", "os.environ:NVTE_FLASH_ATTN_V3"),
     why='"0" makes TE use FlashAttention 4, the fastest attention on Hopper, instead of cuDNN',
     during=f"{_RUN}; or the process, by `training.library.build`",
-    tested_by="tests/training/test_kernels.py",
 )
 FLASH_ATTENTION_4_OFF = Patch(
     ("os.environ:NVTE_FLASH_ATTN_V4",),
     why='"0" keeps TE from using a FlashAttention 4 that has not passed its self-test',
     during=f"{_RUN}; or the process, by `training.library.build`",
-    tested_by="tests/training/test_kernels.py",
 )
 SWIGLU = Patch(
     (f"{_TE}.module.layernorm_mlp:_act_func",),
     why="TE's lookup of activations has no SwiGLU that is fused with its FP8 casts",
     during=_RUN,
-    tested_by="tests/gpu/test_fused_swiglu.py",
 )
 TE_GEMMS = Patch(
     tuple(f"{_TE}.module.{name}:general_gemm" for name in ("layernorm_linear", "linear", "layernorm_mlp")),
     why="results of forward GEMMs that the first pass kept replace the GEMMs of the second",
     during=_RECOMPUTED,
-    tested_by="tests/gpu/test_recompute.py",
 )
 EMULATED_GEMMS = Patch(
     ("fp8_suite.te_models.emulation.gemm:multiply",),
     why="as for TE's GEMMs, in the suite's emulation",
     during=_RECOMPUTED,
-    tested_by="tests/te_models/test_recompute.py",
 )
 TE_ATTENTION = Patch(
     (
@@ -98,25 +92,21 @@ TE_ATTENTION = Patch(
     ),
     why="as for TE's GEMMs; attention in other backends runs again",
     during=_RECOMPUTED,
-    tested_by="tests/gpu/test_recompute.py",
     only_imported=True,
 )
 PARAMETERS_ON_META = Patch(
     ("torch.nn.Module:register_parameter",),
     why="weight files hold parameters but no buffers: a model is built with buffers and without parameters",
     during="building a Hugging Face model, by `te_models.hugging_face.parameters_on_meta`",
-    tested_by="tests/te_models/test_hugging_face.py",
 )
 PEFT_ON_TE = Patch(
     ("peft.tuners.lora.model:dispatch_transformer_engine",),
     why="peft takes a TE module for a target if only its parameters are, and adds an adapter to its output",
     during="the process, by `training.library.build`",
-    tested_by="tests/te_models/test_library.py",
 )
 BF16_MATMUL_ON_CPU = Patch(
     ("torch.backends.mkldnn.matmul:fp32_precision",),
     why='"bf16" multiplies FP8 and BF16 values, which are exact in BF16, several times as fast',
     during="a GEMM of the emulation, by `te_models.emulation.gemm`",
-    tested_by="tests/te_models/test_emulation.py",
 )
 PATCHES = {name: value for name, value in globals().items() if isinstance(value, Patch)}
