@@ -226,9 +226,9 @@ def split_train_eval(split: Split, num_held_out: int, seed: int) -> tuple[Select
     held_out = held_out_rows(split, num_held_out, seed)
     numbers = np.arange(len(held_out))
     rows = split.source.rows
-    tokens, speed = split.tokenize(rows.select(range(len(numbers))) if len(numbers) < len(rows) else rows)
-    train = replace(split.select(tokens, ~held_out, numbers), rows_per_second=speed)
-    return train, split.select(tokens, held_out, numbers) if held_out.any() else None
+    tokens = split.tokenize(rows.select(range(len(numbers))) if len(numbers) < len(rows) else rows)
+    evaluation = split.select(tokens, held_out, numbers) if held_out.any() else None
+    return split.select(tokens, ~held_out, numbers), evaluation
 
 
 def held_out_rows(split: Split, num_held_out: int, seed: int) -> np.ndarray:

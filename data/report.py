@@ -37,7 +37,6 @@ class DataReport:
     fingerprint: str  # hash of the samples in order, the same on every machine
     first_bad_row: str | None  # number, starting at 1, and the reason
     streaming: bool
-    rows_per_second: float | None  # tokenization speed; None if tokens were cached or are streamed
 
     def lines(self) -> list[str]:
         """Return lines to print: rows used, columns, rows dropped, cut and split, parts left out.
@@ -50,7 +49,6 @@ class DataReport:
             f"{self.used:,} of {counted(self.rows, 'row')}{scope}: {self.tokens:,} tokens ({share:.1%} with "
             f"loss) in {counted(self.sequences, 'sequence')}, {self.packing_efficiency:.1%} full"
         )
-        used += f"; tokenized at {self.rows_per_second:,.0f} rows/s" if self.rows_per_second else ""
         lines = [used, f"columns: {self.columns}", *self._dropped(scope)]
         if self.overlong_truncated:
             lines.append(f"cut to --max_seq_length: {counted(self.overlong_truncated, 'row')}")
@@ -100,5 +98,4 @@ def report_on(split: Split, selection: Selection, source: Stored | Stream) -> Da
         fingerprint=selection.fingerprint,
         first_bad_row=split.describe_first_bad(selection),
         streaming=isinstance(source, Stream),
-        rows_per_second=selection.rows_per_second,
     )

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -78,7 +78,6 @@ class Selection:
     first_bad_row: int | None  # number, starting at 0, of the first BAD row
     split_chats: int  # rows of several samples, because their template renders earlier turns differently
     left_out: dict[str, int]  # part of an answer that the chat template leaves out -> number of rows
-    rows_per_second: float | None = None  # speed of tokenization; None if tokens were cached
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,8 @@ class Split:
     encoder: Encoder
     vocab_size: int
 
-    def tokenize(self, rows: Dataset) -> tuple[Dataset, float | None]:
-        """Return a table of COLUMNS for `rows`, cached, and the rows per second if it was not in the cache.
+    def tokenize(self, rows: Dataset) -> Dataset:
+        """Return a table of COLUMNS for `rows`, from the cache if it is there.
 
         If several processes (the ranks of a node) call this at once, one tokenizes and the others wait.
         """
@@ -99,15 +98,11 @@ class Split:
         key = self.cache_key(rows)
         folder = cache_folder() / f"tokenize_{key}"
         with FileLock(f"{folder}.lock"):
-            began, start = time.time(), time.perf_counter()
             folder.mkdir(exist_ok=True)
             delete_truncated(folder)
             tokens = self._map(rows, processes, folder / f"cache-{key}.arrow", key)
-            seconds = time.perf_counter() - start
         self._check_vocabulary(tokens)
-        files = [Path(file["filename"]) for file in tokens.cache_files]
-        fresh = len(rows) and all(file.stat().st_mtime >= began for file in files)
-        return tokens, len(rows) / seconds if fresh else None
+        return tokens
 
     def _map(self, rows: Dataset, processes: int, file: Path, key: str) -> Dataset:
         """Encode all rows into `file`, or into one file per process; delete partial files on failure."""
@@ -168,8 +163,8 @@ class Split:
     def take(self, numbers: np.ndarray) -> Selection:
         """Select rows by their ascending numbers, int64 [rows], and tokenize only these."""
         rows = self.source.rows
-        tokens, speed = self.tokenize(rows.select(numbers) if len(numbers) < len(rows) else rows)
-        return replace(self.select(tokens, np.ones(len(numbers), dtype=bool), numbers), rows_per_second=speed)
+        tokens = self.tokenize(rows.select(numbers) if len(numbers) < len(rows) else rows)
+        return self.select(tokens, np.ones(len(numbers), dtype=bool), numbers)
 
     def _check_vocabulary(self, tokens: Dataset) -> None:
         top = tokens.data.column("max_id").to_numpy().max(initial=0)

@@ -368,7 +368,6 @@ def test_parallel_tokenization_matches_serial(make, cache, monkeypatch):
     several = make(num_proc=3)
     assert len(list(cache.rglob("cache-*_of_00003.arrow"))) == 3
     assert [content(batch) for batch in several.train] == alone
-    assert several.report.rows_per_second > 0 and make(num_proc=3).report.rows_per_second is None  # cached
 
 
 @streaming
