@@ -41,7 +41,6 @@ def on_one_device(tmp_path_factory) -> dict[str, Path]:
         ("te", "fsdp_full"),
         ("te", "fsdp_grad"),
         ("te", "hsdp"),
-        ("hf", "ddp"),
         ("hf", "fsdp_full"),
     ],
 )

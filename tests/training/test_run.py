@@ -183,7 +183,7 @@ def test_a_run_whose_batch_grows_resumes_bit_by_bit_at_any_step(tmp_path):
     assert list(curve(whole, "train/tokens_per_step").values()) == [256] * 4 + [512] * 2 + [1024] * 3
     summary, last = record(whole, "summary.json"), len(curve(whole))
     assert summary["train_tokens_seen"] == 5 * 1024 and summary["steps"] == last == 9, "one epoch"
-    for step in (3, 4, 5, 6):
+    for step in (3, 4, 6):  # before and at a change of the batch
         resumed = train(tmp_path / f"from-{step}", f"{flags} --resume {whole}/checkpoints/step_{step:06d}")
         assert curve(resumed) == {at: loss for at, loss in curve(whole).items() if at > step}
         assert same_bits(saved(resumed, last), saved(whole, last))

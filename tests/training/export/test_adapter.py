@@ -83,11 +83,10 @@ def test_a_run_ends_with_an_adapter_and_a_merged_export(layers, tmp_path, capsys
     assert summary["trainable_parameters"] == trained and "parameters train" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
-def test_ranks_export_what_one_device_exports(mode, tmp_path):
+def test_ranks_export_what_one_device_exports(tmp_path):
     flags = "--lora_rank 4 --max_steps 2 --mixed_precision fp32 --gradient_accumulation_steps 2"
     one, two = train(tmp_path / "one", f"{flags} --batch_size 4"), tmp_path / "two"
-    train_on_ranks(two, f"{flags} --batch_size 2 --sharding_mode {mode}", ranks=2)
+    train_on_ranks(two, f"{flags} --batch_size 2 --sharding_mode fsdp_full", ranks=2)
     for file in ("adapter/adapter_model.safetensors", "export/model.safetensors"):
         expected, actual = load_file(one / file), load_file(two / file)
         assert expected.keys() == actual.keys()
