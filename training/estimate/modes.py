@@ -61,12 +61,13 @@ def choose_mode(request: TrainingSetup, free: float | None, *, predicted: bool =
     if request.optimizer.holds_fp8_weights:  # frozen
         return "ddp", "FP8 weights are not sharded"
     setup = rank_setups(replace(request, cfg=with_sizes(request.cfg, request.data_ranks)))[0]
-    if setup.gpus == 1:
-        return "ddp", "every rank holds another part of the model, nothing to shard"
     local = setup.gpus_per_node
     whole_nodes = setup.nodes > 1 and local > 1 and setup.gpus % local == 0 and local % setup.layout.cp == 0
-    modes = ["ddp", "fsdp_grad", *["hsdp"] * whole_nodes, "fsdp_full"]
-    mode, reason = _choose_by_state(setup, free, modes)
+    if setup.gpus == 1:
+        modes, mode, reason = ["ddp", "fsdp_full"], "ddp", "every rank holds another part of the model"
+    else:
+        modes = ["ddp", "fsdp_grad", *["hsdp"] * whole_nodes, "fsdp_full"]
+        mode, reason = _choose_by_state(setup, free, modes)
     if not predicted or not setup.model.shape or why_unpredicted(setup.cfg, mode):
         return mode, reason
     for candidate in modes[modes.index(mode) :]:

@@ -90,3 +90,10 @@ def test_sequences_shared_across_nodes_rule_out_hsdp():
 )
 def test_ranks_with_different_parts_of_a_model_shard_nothing(sizes, gpus, mode):
     assert choose_mode(setup_of(70.0, "ddp", gpus, batch_size=1, **sizes), FREE)[0] == mode
+
+
+@pytest.mark.parametrize(("free", "mode"), [(110e9, "ddp"), (90e9, "fsdp_full")])
+def test_fsdp_over_one_rank_is_for_parts_that_do_not_fit_without(free, mode):  # 97 and 83 GB
+    settings = {"batch_size": 2, "max_seq_length": 8192, "mixed_precision": "fp8", "moment_dtype": "fp8"}
+    request = setup_of(8.0, "ddp", 2, tensor_parallel_size=2, **settings)
+    assert choose_mode(request, free)[0] == mode
