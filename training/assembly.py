@@ -64,7 +64,7 @@ def assemble(prepared: PreparedRun) -> Assembly:
     parameters = strategy.count_parameters(model)
 
     unquantized = {}  # BF16 shards, from which the optimizer's masters start
-    if setup.optimizer.holds_fp8_weights and not cfg.lora.enabled:  # else they are frozen
+    if setup.optimizer.holds_fp8_weights and not cfg.lora.enabled:  # LoRA's were read as FP8
         unquantized = quantize_shards(model) if setup.gathers_fp8 else quantize_weights(model)
     optimizer = optim.build_optimizer(model, cfg.optim, setup.optimizer)
     optim.set_weights(optimizer, model, unquantized)

@@ -178,9 +178,8 @@ def _report_model(prepared: PreparedRun, assembly: Assembly) -> None:
     if (topology := strategy.topology).world_size > 1:
         nodes = f" on {topology.nodes} nodes" if topology.nodes > 1 else ""
         where = f"{topology.world_size} x {strategy.device.type}{nodes}, {strategy.mode}"
-        sequences = f"each sequence ({resolved.cp_comm_type})"
-        shared = {sequences: topology.cp, "each layer": topology.tp, "the layers": topology.pp}
-        where += "".join(f", {size} share {what}" for what, size in shared.items() if size > 1)
+        axes = {f"CP ({resolved.cp_comm_type})": topology.cp, "TP": topology.tp, "PP": topology.pp}
+        where += "".join(f", {axis} {size}" for axis, size in axes.items() if size > 1)
     kind = layers.get(resolved.precision.te_backend, "Hugging Face")
     print_rank0(
         f"{resolved.model.name}: {assembly.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"

@@ -72,15 +72,15 @@ def train_step(
     divisor = label_tokens.clamp(min=1)
     factor = strategy.topology.sum_size / divisor  # ranks average gradients; sum_size undoes that
     loss_sum = torch.zeros((), device=strategy.device)
-    is_pipeline = strategy.topology.pp > 1
-    if is_pipeline:
+    if strategy.topology.pp > 1:
         loss_sum = strategy.run_pipeline(stack.wrapped, micro_batches, stack.autocast, factor)
-    for i, batch in enumerate(() if is_pipeline else micro_batches):
-        with strategy.accumulating(stack.wrapped, first=i == 0, last=i == len(micro_batches) - 1):
-            with stack.autocast():
-                micro_batch_loss, _ = stack.wrapped(**batch.inputs)  # summed over its label tokens
-            strategy.backward(stack.wrapped, micro_batch_loss * factor)  # outside autocast
-        loss_sum += micro_batch_loss.detach()
+    else:
+        for i, batch in enumerate(micro_batches):
+            with strategy.accumulating(stack.wrapped, first=i == 0, last=i == len(micro_batches) - 1):
+                with stack.autocast():
+                    micro_batch_loss, _ = stack.wrapped(**batch.inputs)  # summed over its label tokens
+                strategy.backward(stack.wrapped, micro_batch_loss * factor)  # outside autocast
+            loss_sum += micro_batch_loss.detach()
     stop = torch.full((), float(stop_requested()), device=strategy.device)
     total_loss, stop = strategy.sum(torch.stack([loss_sum, stop])).unbind()
     loss = total_loss / divisor

@@ -90,7 +90,7 @@ def share_of_rank(
     loads: dict[int, list[int]] = {}  # bytes assigned so far to each of N replicas
     share, tp = {}, topology.tp
     for key, tensor in tensors.items():
-        # Ranks of other stages have other tensors, and those that share layers other parts.
+        # Ranks of other stages have other tensors, and those of `tp` other parts.
         replica, replicas = topology.rank % topology.stage_size // tp, topology.stage_size // tp
         if isinstance(tensor, DTensor):
             replica, replicas = _replica(tensor)

@@ -112,7 +112,7 @@ class TrainingSetup:
 
     @property
     def caches_by_stream(self) -> bool:
-        """True if torch caches memory for FSDP2's streams, which others get only by a flush."""
+        """True if FSDP2 allocates on streams of its own, whose cached memory others get only by a flush."""
         return self.fsdp and self.gpus > 1
 
     @property

@@ -64,7 +64,7 @@ class MasterAdamW(torch.optim.Optimizer):
         for moment, name in zip(moments.MOMENTS, self.moment_dtypes, strict=True):
             state |= moments.allocate(like, moment, name)
         if self.master_weights and parameter.dtype != torch.float32:
-            state["master_param"] = torch.zeros_like(like, dtype=torch.int16)
+            state["master_param"] = torch.zeros_like(like, dtype=torch.int16)  # low half of the FP32 master
         self.state[parameter] = self.host.place(state, beside=weight) if self.host else weight | state
         return self.state[parameter]
 

@@ -76,16 +76,16 @@ class ShardingConfig(Section):
         None, "ranks that share one copy of the model under hsdp; default: the ranks of a node", minimum=1
     )
     context_parallel_size: int | Literal["auto"] = resumable(
-        1, "ranks that share each sequence, with --use_te; auto: fastest layout that fits", minimum=1
+        1, "ranks that split each sequence, with --use_te; auto: fastest layout that fits", minimum=1
     )
     cp_comm_type: Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"] = resumable(
         "auto", "how the ranks of a sequence attend; auto: a2a if they divide the heads, else all_gather"
     )
     tensor_parallel_size: int | Literal["auto"] = resumable(
-        1, "ranks of a node that share each layer, with --use_te; auto: fastest layout that fits", minimum=1
+        1, "ranks of a node that split each layer, with --use_te; auto: fastest layout that fits", minimum=1
     )
     pipeline_parallel_size: int | Literal["auto"] = resumable(
-        1, "ranks that share the layers, with --use_te; auto: fastest layout that fits", minimum=1
+        1, "pipeline stages that split the layers, with --use_te; auto: fastest layout that fits", minimum=1
     )
     virtual_stages: int = resumable(
         1, "pipeline stages per rank; schedule 1F1B, with several stages interleaved 1F1B", minimum=1

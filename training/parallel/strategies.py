@@ -1,8 +1,8 @@
 """Sharding strategies: the differences between one device, DDP, FSDP2 and DeepSpeed.
 
 `engines.build_strategy` builds one. A strategy shards the model, exchanges gradients, and runs backward and
-the optimizer step. Gradients are averaged over ranks; the training loop multiplies the loss by the world
-size, which makes them sums.
+the optimizer step. Gradients are averaged over the ranks with the same parts of the model; `train_step`
+multiplies the loss by their number, `Topology.sum_size`, which makes them sums.
 
 Assembly, training loop and checkpoints depend on a mode only through its strategy. The memory model and the
 planner read `settings.MODES`; rules of settings, the choice of mode and advice also test names of modes.
@@ -157,7 +157,7 @@ class Strategy:
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks; `tensor` is unchanged.
 
-        Ranks that share layers, or are of one pipeline, read the same rows and count once. Those of a
+        Ranks of `tp`, or of one pipeline, read the same rows and count once. Those of a
         pipeline may have different sums; the largest counts.
         """
         total = self._all_reduce(tensor, dist.ReduceOp.SUM, self.topology.stage_group)

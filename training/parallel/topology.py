@@ -17,7 +17,7 @@ from fp8_suite.training.parallel.settings import MODES, ShardingConfig
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-AXES = ("pp", "replicate", "shard", "cp", "tp")  # a rank's number counts through them, the last one fastest
+GRID_AXES = ("pp", "replicate", "shard", "cp", "tp")  # the last one varies fastest with the rank
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Topology:
     - Rows of data: ranks that differ in `replicate` or `shard` read different rows, all others the same.
     - Sums of losses, counts and gradients, and maxima of FP8 scaling: over `replicate`, `shard` and `cp`.
       Ranks of `tp` have the same losses and counts, and maxima over all ranks are those of whole tensors.
-    - Gradients of weights that the ranks of `tp` all hold, such as norms: also over `tp`.
+    - Gradients of weights that all ranks of `tp` hold, such as norms: also over `tp`.
     - Layers of a model: `pp` ranks have different ones.
     - Weights under FSDP: sharded over `shard` and `cp` as one axis, copied over `replicate`.
     """
@@ -39,8 +39,8 @@ class Topology:
     shard: int = 1
     cp: int = 1
     tp: int = 1
-    context_group: ProcessGroup | None = None  # ranks that share this one's sequences, if there are several
-    tensor_group: ProcessGroup | None = None  # ranks that share this one's layers, if there are several
+    context_group: ProcessGroup | None = None  # context parallelism; None for one rank
+    tensor_group: ProcessGroup | None = None  # tensor parallelism; None for one rank
     sum_group: ProcessGroup | None = None  # ranks that hold the same parts of layers; None: all ranks
     # Only in a pipeline:
     stage_group: ProcessGroup | None = None  # ranks with the same layers
@@ -49,7 +49,7 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        return prod(getattr(self, axis) for axis in AXES)
+        return prod(getattr(self, axis) for axis in GRID_AXES)
 
     @property
     def stage_size(self) -> int:
@@ -98,12 +98,12 @@ def build_topology(cfg: ShardingConfig, mode: str) -> Topology:
     if spec.in_groups:
         local_size = max(1, ranks.local_rank_and_size()[1] // tp)
         shards = ranks.run_on_rank0(lambda: cfg.shard_size(copies, local_size))
-    sizes = dict(zip(AXES, (pp, copies // shards, shards // cp, cp, tp), strict=True))
+    sizes = dict(zip(GRID_AXES, (pp, copies // shards, shards // cp, cp, tp), strict=True))
     grid = np.arange(world_size).reshape(*sizes.values())
 
     def group(*axes: str, members: Any = slice(None)) -> ProcessGroup | None:
         """Return the group of the ranks that differ from this one in `axes` only; None if it is in none."""
-        last = [AXES.index(axis) for axis in axes]
+        last = [GRID_AXES.index(axis) for axis in axes]
         rows = np.moveaxis(grid, last, range(-len(last), 0)).reshape(-1, prod(sizes[axis] for axis in axes))
         lists = rows[:, members].tolist()
         return dist.new_subgroups_by_enumeration(lists, timeout=ranks.COLLECTIVE_TIMEOUT)[0]

@@ -109,7 +109,7 @@ class DelayedScalingState(Scaling):
         scale_gradients(self.model, factor)
 
     def state(self) -> dict[str, Tensor]:
-        """Collective where ranks share layers.
+        """Collective under tensor parallelism.
 
         Under FSDP2, backward casts weights again. Each rank then knows the amaxes of its own parts only. TE
         reduces them in the next forward pass.

@@ -186,7 +186,7 @@ def test_state_moves_between_layouts_bit_for_bit(untied, tmp_path):
         job = train(folder.with_name(f"{folder.name}-{ranks}"), again, ranks=ranks)
         folder = job.folder
         assert same_bits(saved(folder, 2), expected)
-        assert ("2 share each layer, 2 share the layers" in job.printed()) == (ranks == 4)
+        assert ("TP 2, PP 2" in job.printed()) == (ranks == 4)
 
 
 @pytest.mark.parametrize(
