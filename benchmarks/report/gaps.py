@@ -137,11 +137,16 @@ def loss_gap(run: RunRecord, reference: RunRecord) -> Series:
     return [(step, loss / baseline[step] - 1) for step, loss in smoothed(run).items() if baseline.get(step)]
 
 
-def tail_gap(run: RunRecord, reference: RunRecord) -> float | None:
-    """Return the relative gap of the mean losses over the last 10 % of common steps; None without any."""
-    losses, reference_losses = dict(run.series("train/loss")), dict(reference.series("train/loss"))
-    steps = sorted(losses.keys() & reference_losses.keys())
-    base = tail_mean([reference_losses[step] for step in steps]) if steps else 0.0
+def final_gap(run: RunRecord, baseline: RunRecord) -> float | None:
+    """Return the relative gap of the mean losses over the last 10 % of common steps.
+
+    None if there is no common step, or if the last loss of either run is not finite.
+    """
+    if not (ends_finite(run) and ends_finite(baseline)):
+        return None
+    losses, baseline_losses = dict(run.series("train/loss")), dict(baseline.series("train/loss"))
+    steps = sorted(losses.keys() & baseline_losses.keys())
+    base = tail_mean([baseline_losses[step] for step in steps]) if steps else 0.0
     return tail_mean([losses[step] for step in steps]) / base - 1 if base else None
 
 
@@ -162,11 +167,6 @@ def window_gaps(run: RunRecord, baseline: RunRecord, windows: int) -> dict[tuple
             mean, base = (fmean(curve[step] for step in inside) for curve in (losses, baseline_losses))
             gaps[before + 1, end] = mean / base - 1
     return gaps
-
-
-def final_gap(run: RunRecord, baseline: RunRecord) -> float | None:
-    """Return the tail gap; None if the last loss of either run is not finite, or no step is common."""
-    return tail_gap(run, baseline) if ends_finite(run) and ends_finite(baseline) else None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.benchmarks.records.table import read_table, read_texts, studies
-from fp8_suite.benchmarks.report.gaps import tail_gap
+from fp8_suite.benchmarks.report.gaps import final_gap
 from fp8_suite.benchmarks.report.main import main
 from fp8_suite.core.packages import ROOT
 
@@ -168,7 +168,7 @@ def test_gaps_of_a_thousand_steps_are_those_of_the_record():
     for row in find("studies.md", "A thousand steps").rows:
         same_recipe = [pair for pair in pairs if pair[0].precision == row["recipe"].split(",")[0]]
         for seed, column in ((42, "seed 42"), (43, "43"), (44, "44")):
-            gaps = [100 * tail_gap(*pair) for pair in same_recipe if pair[0].config["seed"] == seed]
+            gaps = [100 * final_gap(*pair) for pair in same_recipe if pair[0].config["seed"] == seed]
             assert not row[column] or any(shows(row[column], gap) for gap in gaps), (row, column)
 
 
@@ -177,7 +177,7 @@ def test_the_example_of_a_comparison_is_that_of_the_record():
     for row in find("compare.md", "An example").rows:
         run, base = runs[row["variant"]], runs["bf16_hf" if row["variant"] == "tensorwise" else "bf16"]
         evaluations = run.value("eval_loss") / base.value("eval_loss")
-        assert shows(row["gap"], 100 * tail_gap(run, base))
+        assert shows(row["gap"], 100 * final_gap(run, base))
         assert shows(row["eval gap"], 100 * (evaluations - 1))
         assert shows(row["speed"], run.tokens_per_gpu / base.tokens_per_gpu)
         assert shows(row["peak GB"], run.value("peak_memory_gb"))

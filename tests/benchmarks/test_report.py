@@ -106,7 +106,7 @@ def test_gaps_are_to_the_reference_with_the_run_s_seed(tmp_path):
     assert compared.pairs == list(zip(runs[1:], baselines, strict=True)) and compared.left_out == {}
     assert list(gaps.seed_runs(runs, reference).values()) == [reference, twin]
     assert gaps.loss_gap(fp8, reference) == [(10, 0.0), (20, pytest.approx(0.05)), (30, pytest.approx(0.02))]
-    assert gaps.tail_gap(fp8, reference) == pytest.approx(0.02), "of step 30, which both have"
+    assert gaps.final_gap(fp8, reference) == pytest.approx(0.02), "of step 30, which both have"
     assert gaps.other_settings(fp8, reference) == []
     assert gaps.other_settings(warmer, reference) == ["learning_rate", "seed"]
 
