@@ -348,13 +348,8 @@ def test_the_documented_command_works(tmp_path):
     assert planned[0].cfg.log.eval_at_start and not planned[0].cfg.checkpoint.export, "defaults"
 
 
-def test_a_file_that_asks_for_samples_can_be_compared(tmp_path):
-    """configs/demo.yaml does, and samples need the export that a comparison leaves out."""
+def test_samples_and_export_dtype_need_the_export_that_a_comparison_leaves_out(tmp_path):
     demo = f"--config {ROOT / 'configs' / 'demo.yaml'} --eval_samples 200"
-    saved = planned_runs(tmp_path, "bf16,delayed", flags=demo)[1].cfg.checkpoint
-    assert saved.export and saved.generate_samples == 2
-
-
-def test_a_comparison_with_export_dtype_exports(tmp_path):
-    saved = planned_runs(tmp_path, "bf16,delayed", flags="--export_dtype both")[1].cfg.checkpoint
-    assert saved.export and saved.export_dtype == "both"
+    for flags, samples, dtype in ((demo, 2, "bf16"), ("--export_dtype both", 0, "both")):
+        saved = planned_runs(tmp_path, "bf16,delayed", flags=flags)[1].cfg.checkpoint
+        assert (saved.export, saved.generate_samples, saved.export_dtype) == (True, samples, dtype)

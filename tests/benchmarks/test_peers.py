@@ -9,7 +9,6 @@ from fp8_suite.benchmarks.peers import STACKS, TELayer, build, main, rope_angles
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.te_models import emulation as te
 from fp8_suite.te_models.weights import fuse_qkv
-from fp8_suite.training.precision import te_runtime
 
 CPU = torch.device("cpu")
 TE_SHAPES = {  # parameters of te.TransformerLayer(256, 512, 4, num_gqa_groups=2, fuse_qkv_params=False, ...)
@@ -86,14 +85,6 @@ def test_te_layers_compute_what_llamas_layers_do():
         actual = model.model(input_ids=ids, use_cache=False, is_first_microbatch=True).last_hidden_state
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert all(layer.layer.is_first_microbatch for layer in layers)
-
-
-def test_te_is_refused_where_it_is_not_installed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(te_runtime, "find_spec", lambda name: None)
-    assert main(["--model_name=tiny-llama", "--stack=te", f"--output_dir={tmp_path}"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: --stack te: ") and "install" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
