@@ -162,6 +162,8 @@ def _refuse_untrainable(spec: ModelSpec) -> None:
             on_meta(spec)
         except Exception as error:
             raise _wrong_config(name, error) from error
+    if getattr(config.get_text_config(), "is_causal", True) is False:  # an encoder's; TE layers are causal
+        raise bad_setting("is_causal is false in its config.json; give a causal model", model_name=name)
     if spec.quantization and (method := spec.quantization.get("quant_method")) not in METHODS:
         reason = f"its weights are quantized by {method}; give the original model, or one in FP8"
         raise bad_setting(reason, model_name=name)

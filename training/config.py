@@ -258,7 +258,7 @@ def config_from_dict(values: dict[str, Any]) -> Config:
 # do not depend on it, so a recorded run may have any. A user's file may not: it would be ignored.
 REMOVED_SETTINGS: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("wandb_mode", "wandb_tags", "wandb_group", "weights_cache_dir", "data_cache_dir")),
-    **dict.fromkeys(("pipeline_schedule", "max_skipped_steps")),
+    "max_skipped_steps": None,
     **dict.fromkeys(("dataset_messages_field", "dataset_prompt_field", "dataset_completion_field"), (None,)),
     "convert_moments": (False, True),
     "fp8_attention": (False,),

@@ -38,7 +38,8 @@ def restore(prepared: PreparedRun, loaders: Loaders, assembly: Assembly) -> tupl
         if prepared.strategy.loss_scale:
             prepared.strategy.loss_scale.load(state.progress.loss_scale)
         evaluated = _restore_evaluations(prepared, loaders.eval_fingerprint, state.progress)
-        if not prepared.resume.same_run:
+        same_ranks = prepared.resume.meta["world_size"] == prepared.strategy.topology.world_size
+        if not (prepared.resume.same_run and same_ranks):
             state.progress.rates = {}
         if prepared.resume.rollback and state.progress.step < prepared.total_steps:
             ranks.run_on_rank0(lambda: roll_back(prepared.checkpoints, prepared.resume.path))
