@@ -31,10 +31,15 @@ def choose_stager(setup: TrainingSetup, strategy: Strategy, done: int, last: int
     if strategy.owns_masters:
         return Unstaged()
     free = host_capacity(setup) - offloaded_bytes(setup)
-    needed = staging_bytes(setup)
-    if all(ranks.gather(needed <= free)):  # nodes may differ
+    needed = {copies_host: staging_bytes(setup, copies_host=copies_host) for copies_host in (True, False)}
+    # Nodes may differ: all ranks do what the smallest can.
+    fitting = ranks.gather([copies_host for copies_host, size in needed.items() if size <= free])
+    if all(True in choices for choices in fitting):
         return Stager(strategy.device)
-    reason = f"a copy takes {needed / 1e9:.0f} GB of host memory per node, {free / 1e9:.0f} GB are left"
+    reason = f"a copy takes {needed[True] / 1e9:.0f} GB of host memory per node, {free / 1e9:.0f} GB are left"
+    if all(False in choices for choices in fitting):
+        print_rank0(f"saves write offloaded state from where it is, and the next update waits: {reason}")
+        return Stager(strategy.device, copies_host=False)
     print_rank0(f"WARNING: training waits for every save: {reason}; save less often (--save_interval)")
     return None
 
@@ -91,9 +96,10 @@ class CheckpointSaver:
     def before_update(self) -> None:
         """Let the update of the state wait until the pending save has copied it."""
         if self.unstaged:
-            self.unstaged = False
+            self.unstaged, self._blocking = False, True
             with self.wall_time.phase("saving"):
                 self.stager.finish_copies()
+            self._blocking = False
 
     def check(self) -> None:
         """Raise the error of a save that has failed in the background, or of memory for the next one."""

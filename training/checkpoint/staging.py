@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -25,13 +26,14 @@ class Stager(AsyncStager):
     """Stages one state at a time for `torch.distributed.checkpoint.async_save`.
 
     The GPU's part is copied on a stream of its own, host tensors by threads. Nothing waits for the copies but
-    the next update of the state, see `finish_copies`. The memory is used again by every save.
+    the next update of the state, see `finish_copies`. The memory is used again by every save. Without
+    `copies_host`, for want of memory, host tensors are written as they are, and the update waits for that.
     """
 
     _synchronize_after_execute = False
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, *, copies_host: bool = True):
+        self.device, self.copies_host = device, copies_host
         self.api = torch.get_device_module(device)  # streams and events of torch.cpu do nothing
         timed = {"enable_timing": True} if device.type == "cuda" else {}
         self.stream = self.api.Stream()
@@ -43,11 +45,13 @@ class Stager(AsyncStager):
         self.free: dict[Kind, list[Tensor]] = {}
         self.lent: list[tuple[Kind, Tensor]] = []
         self.copies: list[Future] = []  # within host memory, of the save that has begun
+        self.unread = threading.Event()  # cleared while a save reads state that it has not copied
+        self.unread.set()
         self.reserved: Future[None] | None = None
 
     def reserve(self, state: dict[str, Tensor]) -> None:
         """Allocate the memory for copies of `state` in the background, as page-locking takes time."""
-        kinds = [_kind(local(tensor)) for tensor in state.values()]
+        kinds = [_kind(local(tensor)) for tensor in state.values() if self._is_copied(local(tensor))]
 
         def allocate() -> None:
             for kind in kinds:
@@ -70,6 +74,10 @@ class Stager(AsyncStager):
         with self.api.stream(self.stream):
             for key, tensor in state.items():
                 shard = local(tensor)
+                if not self._is_copied(shard):
+                    self.unread.clear()
+                    staged[key] = tensor
+                    continue
                 source, copy = as_bytes(shard), self._take(_kind(shard))
                 if source.is_cuda:
                     copy.copy_(source, non_blocking=True)
@@ -87,6 +95,7 @@ class Stager(AsyncStager):
         for copy in self.copies:
             copy.result()
         self.copies = []
+        self.unread.wait()
 
     def gpu_waited(self) -> float:
         """Return the seconds for which the GPU waited for copies before the update, once they are done."""
@@ -94,11 +103,18 @@ class Stager(AsyncStager):
             return 0.0
         return max(0.0, self.arrived.elapsed_time(self.copied) / 1e3)
 
+    def end_reading(self) -> None:
+        """Note that the files of the save are written, or that it has failed."""
+        self.unread.set()
+
     def release(self) -> None:
         """Take back the memory of a save that has ended."""
         for kind, memory in self.lent:
             self.free.setdefault(kind, []).append(memory)
         self.lent = []
+
+    def _is_copied(self, shard: Tensor) -> bool:
+        return shard.is_cuda or self.copies_host or shard.nbytes < SMALL
 
     def _wait(
         self, staged: dict[str, Tensor], sources: list[Tensor], copies: list[Future]
@@ -150,4 +166,5 @@ class Unstaged(AsyncStager):
     def gpu_waited(self) -> float:
         return 0.0
 
+    def end_reading(self) -> None: ...
     def release(self) -> None: ...

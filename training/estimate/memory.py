@@ -189,9 +189,13 @@ def checkpoint_bytes(setup: TrainingSetup) -> float:
     return (2 + 2 * optimizer.master_weights + optimizer.moment_bytes) * setup.model.trained
 
 
-def staging_bytes(setup: TrainingSetup) -> float:
-    """Return the bytes of host memory per node that a save in the background takes for its copy."""
-    return checkpoint_bytes(setup) / setup.nodes
+def staging_bytes(setup: TrainingSetup, *, copies_host: bool) -> float:
+    """Return the bytes of host memory per node that a save in the background needs for copies of the state.
+
+    Without `copies_host`, state that is offloaded to host memory is not copied.
+    """
+    offloaded = 0.0 if copies_host else setup.offloaded_state * setup.model.trained
+    return (checkpoint_bytes(setup) - offloaded) / setup.nodes
 
 
 # Points in a step where memory may peak

@@ -1,6 +1,8 @@
 """Copies of a state are exact, reuse their memory, and are finished before the next update."""
 
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,17 @@ def test_memory_is_allocated_once(reserved, monkeypatch):
         assert torch.equal(staged["columns"], state()["columns"])
         stager.release()
     assert sorted(allocated) == sizes
+
+
+def test_without_copies_of_host_memory_the_update_waits_until_the_state_is_written():
+    stager, live = Stager(CPU, copies_host=False), state()
+    staged = stager.stage(live).result()
+    assert staged["weight"] is live["weight"] and staged["scalar"] is not live["scalar"]
+    ended = []
+    writer = threading.Timer(0.2, lambda: (ended.append(time.perf_counter()), stager.end_reading()))
+    writer.start()
+    stager.finish_copies()
+    assert ended and ended[0] <= time.perf_counter()
 
 
 def test_a_forked_worker_keeps_no_copy_of_the_memory():
