@@ -36,6 +36,7 @@ from fp8_suite.training.checkpoint.run_folder import (
     check_space,
     discarded_if_refused,
     open_run_folder,
+    warn_of_space,
     write_config,
 )
 from fp8_suite.training.checkpoint.store import Checkpoints
@@ -122,6 +123,7 @@ def prepare(
         total_steps, finished = _count_steps(cfg, folder, resume, loaders, strategy.topology)
     if not finished:
         ranks.run_on_rank0(lambda: write_config(cfg, folder))
+        ranks.run_on_rank0(lambda: warn_of_space(folder, size, cfg.checkpoint, total_steps))
     prepared = PreparedRun(
         cfg=cfg,
         watchdog=watchdog,

@@ -405,10 +405,23 @@ def test_the_time_of_a_launch_that_died_counts_once(tmp_path, monkeypatch):
     assert record(folder, "summary.json")["runtime_seconds"] < 1000
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1e5))
-    train(tmp_path / "run", "--max_steps 2 --no_export", code=EXIT_BAD_SETTING)
-    assert "--output_dir" in capsys.readouterr().err and not (tmp_path / "run").exists()
+@pytest.mark.parametrize(
+    ("free", "code", "message"),
+    [
+        (
+            1e5,
+            EXIT_BAD_SETTING,
+            "a checkpoint takes 0.0 GB, and the disk has 0.0 GB free; choose another disk",
+        ),
+        (4e7, 0, "--keep_last 5: 2 more checkpoints of 0.0 GB do not fit on the disk"),
+    ],
+)
+def test_a_small_disk_is_noted_before_the_first_step(tmp_path, capfd, monkeypatch, free, code, message):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    train(tmp_path / "run", "--max_steps 2 --save_interval 1 --no_export", code=code)
+    printed = "".join(capfd.readouterr())
+    assert message in printed and ("step 1/2" in printed.partition(message)[2]) == (code == 0)
+    assert (tmp_path / "run").exists() == (code == 0)
 
 
 def test_the_room_of_a_killed_first_save_counts_as_free(tmp_path, monkeypatch):

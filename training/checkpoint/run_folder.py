@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import shutil
 import time
@@ -16,8 +17,10 @@ from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_
 from fp8_suite.core.files import write_json, write_remedy
 from fp8_suite.core.readers import parse_json
 from fp8_suite.training.checkpoint.resume import check_folder
+from fp8_suite.training.checkpoint.settings import CheckpointConfig, parse_save_interval
 from fp8_suite.training.config import Config
 from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.ranks import print_rank0
 
 SHARED_FOLDER_SECONDS = 5.0  # visibility delay of network file systems
 
@@ -83,6 +86,20 @@ def check_space(folder: Path, size: float) -> None:
     if size > free:
         reason = f"a checkpoint takes {size / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free"
         raise bad_setting(f"{reason}; choose another disk, or --no_save_checkpoints", output_dir=folder)
+
+
+def warn_of_space(folder: Path, size: float, cfg: CheckpointConfig, steps: int) -> None:
+    """Warn if the disk has no room for all checkpoints of `size` bytes that a new run of `steps` keeps."""
+    every, seconds = parse_save_interval(cfg.save_interval)
+    saves = math.inf if seconds else math.ceil(steps / every) if every else 1
+    # A save needs its room before it deletes the oldest checkpoint.
+    needed = min(cfg.keep_last + 1, saves)
+    free = shutil.disk_usage(folder).free
+    if needed * size > free:
+        print_rank0(
+            f"WARNING: --keep_last {cfg.keep_last}: {needed} more checkpoints of {size / 1e9:.1f} GB do not "
+            f"fit on the disk of --output_dir, which has {free / 1e9:.1f} GB free"
+        )
 
 
 def check_shared(folder: Path) -> None:
