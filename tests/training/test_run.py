@@ -411,7 +411,7 @@ def test_the_time_of_a_launch_that_died_counts_once(tmp_path, monkeypatch):
         (
             1e5,
             EXIT_BAD_SETTING,
-            "a checkpoint takes 0.0 GB, and the disk has 0.0 GB free; choose another disk",
+            "a checkpoint takes 0.0 GB, the disk has 0.0 GB free",
         ),
         (4e7, 0, "--keep_last 5: 2 more checkpoints of 0.0 GB do not fit on the disk"),
     ],
