@@ -303,6 +303,10 @@ def test_incomparable_runs_are_refused_before_anything_runs(tmp_path):
     assert "global_batch_size" in refused.value.flags
     split = "bf16,delayed+batch_size=auto,current+batch_size=2"
     check_before_start(planned_runs(tmp_path, split, flags="--global_batch_size 16", gpus=2))
+    write(planned_runs(tmp_path, "bf16,delayed")[0], 2.0)
+    check_before_start(planned_runs(tmp_path, "bf16,delayed"))
+    with pytest.raises(UserError, match=r"--gpus 2: .*bf16 holds a run on 1 GPU;"):
+        check_before_start(planned_runs(tmp_path, "bf16,delayed", gpus=2))
 
 
 @pytest.mark.parametrize(("broken", "started"), [("nvfp4", 3), ("bf16", 1)])
