@@ -16,7 +16,7 @@ from torch import Tensor
 METHODS = ("fp8", "compressed-tensors", "modelopt")  # values of quant_method
 MODELOPT_FILE = "hf_quant_config.json"  # ModelOpt's, if config.json has no quantization_config
 # Names are safetensors' dtypes.
-VALUES = "F8_E4M3"
+VALUES, SCALES = "F8_E4M3", ("F32", "BF16", "F16", "F8_E8M0")
 OTHER_FORMS = "F8_E5M2", "F4", "I8", "U8", "I32"
 SUFFIXES = "_scale_inv", "_scale"
 # Scales of activations and of the KV cache, and zero points, which are zeros in symmetric forms.
@@ -70,7 +70,12 @@ class QuantizedReader:
 
     def __init__(self, name: str, tensors: Mapping[str, Any], fields: Mapping[str, Any]):
         self._model, self._tensors = name, tensors
-        self._blocks = list(filter(None, (TENSOR, ROW, block_of(fields))))
+        try:
+            block = block_of(fields)
+            scale_grid((1, 1), block or TENSOR)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise self._error(f"its quantization_config: blocks have two positive sizes ({error})") from None
+        self._blocks = list(filter(None, (TENSOR, ROW, block)))
         names = {key: key + end for key in tensors for end in SUFFIXES if key + end in tensors}
         self.hidden = {*names.values(), *filter(UNUSED.search, tensors)}
         self.scales: dict[str, tuple[Tensor, Block]] = {}  # of the FP8 tensors, in FP32
@@ -91,6 +96,8 @@ class QuantizedReader:
         if name is None:
             raise self._error(f"{key} is FP8, but its scales ({key}_scale_inv or _scale) are missing")
         part, shape = self._tensors[name], self._tensors[key].get_shape()
+        if (dtype := part.get_dtype()) not in SCALES:
+            raise self._error(f"{name} is {dtype}, and scales are {', '.join(SCALES)}")
         grids = {block: scale_grid(shape, block) for block in self._blocks if len(shape) == 2}
         # Scales of rows may be a vector, and the scale of a tensor a scalar.
         stored = part.get_shape() + [1] * (2 - len(part.get_shape()))

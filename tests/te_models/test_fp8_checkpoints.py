@@ -228,6 +228,7 @@ SCALE = f"{Q_PROJ}_scale_inv"
         (SCALE, None, rf"{Q_PROJ} is FP8, but its scales .* are missing"),
         (SCALE, torch.ones(2, 3), rf"{SCALE} has shape \[2, 3\], and .* \[256, 256\] needs .* \[2, 2\]"),
         (SCALE, torch.ones(4), rf"{SCALE} has shape \[4\]"),
+        (SCALE, torch.ones(2, 2, dtype=torch.float64), f"{SCALE} is F64"),
         *(
             (SCALE, torch.tensor([[1.0, 1.0], [value, 1.0]]), f"{SCALE} contains {value}")
             for value in (0.0, -1.0, float("inf"), float("nan"))
@@ -259,3 +260,13 @@ def test_other_quantized_weights_are_refused_by_their_method(method, tmp_path):
     with pytest.raises(UserError, match=f"its weights are quantized by {method}; give the original") as error:
         find(tmp_path)
     assert error.value.flags == {"model_name"}
+
+
+@pytest.mark.parametrize("size", [128, [0, 128], [128], ["a", "b"]])
+def test_a_wrong_block_size_is_refused(size, tmp_path):
+    save_fp8(tmp_path, fine_grained())
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"]["weight_block_size"] = size
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"blocks have two positive sizes .*; give the original model$"):
+        find(tmp_path)
