@@ -157,10 +157,11 @@ def test_settings_that_go_together_are_accepted(argv):
 
 def test_flags_win_over_a_file_and_its_values_are_as_written(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("learning_rate: 1e-4\nbatch_size: 3\npacking: false\n")
+    file.write_text("learning_rate: 1e-4\nbatch_size: 3\npacking: false\nmax_steps: 010\n")
     cfg = parse("--config", str(file), "--batch_size", "5", "--packing")
     assert (cfg.optim.learning_rate, cfg.optim.batch_size, cfg.data.packing) == (1e-4, 5, True)
-    for name in ("2026-01-31", "1e-4", "1e3"):
+    assert cfg.optim.max_steps == 10
+    for name in ("2026-01-31", "12:30:00", "1e-4", "1e3", "0123"):
         file.write_text(f"wandb_run_name: {name}\nmax_steps: 1e3")
         cfg = parse("--config", str(file))
         assert (cfg.log.wandb_run_name, cfg.optim.max_steps) == (name, 1000)
