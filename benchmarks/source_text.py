@@ -38,8 +38,8 @@ def texts(folders: list[str]) -> Iterator[str]:
             text = path.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        if text not in seen:
-            seen.add(text)
+        if hash(text) not in seen:
+            seen.add(hash(text))
             yield text
 
 

@@ -76,6 +76,8 @@ def read_axes(grid: dict[str, list[Any]], replaced: list[str]) -> dict[str, list
             raise bad_setting(reason, axis=text)
         parts = [values] if name == "precision" else values.split(",")  # variants may contain commas
         axes[name] = [value for value in parts if value]
+        if not axes[name]:
+            raise bad_setting("give one value or more", axis=text)
     return axes
 
 

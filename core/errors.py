@@ -48,11 +48,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def first_of(names: list[str], most: int = 3) -> str:
-    """Return the first names, and the number of the others."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of the error's message, or its type if there is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

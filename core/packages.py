@@ -29,9 +29,11 @@ def start_command(*packages: str) -> None:
     missing = [name for name in (*REQUIRED, *packages) if find_spec(MODULES.get(name, name)) is None]
     if missing:
         pins = ROOT / "requirements.txt"  # absent after pip install .
-        keep_torch = "torch" not in missing  # a container's own, which the pins would replace
-        what = " ".join(missing) if keep_torch or not pins.exists() else f"-r {os.path.relpath(pins)}"
-        sys.exit(f"error: {', '.join(missing)} missing; install: {sys.executable} -m pip install {what}")
+        file, command = os.path.relpath(pins), f"{sys.executable} -m pip install"
+        command += f" -r {file}" if pins.exists() else f" {' '.join(missing)}"
+        if pins.exists() and "torch" not in missing:  # keep it: a container has one of its own
+            command = f"grep -v '^torch==' {file} | {sys.executable} -m pip install -r /dev/stdin"
+        sys.exit(f"error: {', '.join(missing)} missing; install: {command}")
 
 
 def hide_interrupts() -> None:

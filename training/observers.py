@@ -29,6 +29,16 @@ from fp8_suite.training.tracking.profiling import StepProfiler
 from fp8_suite.training.tracking.tracker import build_tracker
 from fp8_suite.training.trainer import Hooks, Logs
 
+# env.json fields that are only known after the first step.
+KNOWN_AFTER_FIRST_STEP = (
+    "coverage",
+    "attention_backend",
+    "cp_comm_type",
+    "flash_attention",
+    "seconds_to_first_step",
+    "seconds_by_phase",
+)
+
 
 @dataclass
 class Observers(Hooks):
@@ -134,11 +144,8 @@ def write_environment(prepared: PreparedRun, environment: dict[str, Any]) -> Non
 def open_environment(prepared: PreparedRun, loaders: Loaders, *, takes_steps: bool) -> dict[str, Any]:
     """Write env.json with the fields known before the first step, and return them. Collective.
 
-    A launch without training steps keeps the file of an earlier launch that had some.
+    A launch without training steps keeps the other fields of an earlier launch.
     """
-    previous = ranks.run_on_rank0(lambda: read_record(prepared.folder / "env.json"))
-    if "coverage" in previous and not takes_steps:
-        return previous
     strategy = prepared.strategy
     environment = {
         **describe_environment(),
@@ -155,6 +162,9 @@ def open_environment(prepared: PreparedRun, loaders: Loaders, *, takes_steps: bo
             for name, report in (("train", loaders.report), ("eval", loaders.eval_report))
         },
     }
+    if not takes_steps:
+        previous = ranks.run_on_rank0(lambda: read_record(prepared.folder / "env.json"))
+        environment |= {name: previous[name] for name in KNOWN_AFTER_FIRST_STEP if name in previous}
     write_environment(prepared, environment)
     return environment
 

@@ -10,6 +10,7 @@ from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.progress import Progress
 from fp8_suite.training.checkpoint.resume import eval_losses, forget_evaluations, frozen_base, roll_back
 from fp8_suite.training.checkpoint.state import RunState, region_of, restore_run
+from fp8_suite.training.config import all_settings, changed_settings
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.precision.scaling import DelayedScalingState, Scaling
@@ -38,8 +39,7 @@ def restore(prepared: PreparedRun, loaders: Loaders, assembly: Assembly) -> tupl
         if prepared.strategy.loss_scale:
             prepared.strategy.loss_scale.load(state.progress.loss_scale)
         evaluated = _restore_evaluations(prepared, loaders.eval_fingerprint, state.progress)
-        same_ranks = prepared.resume.meta["world_size"] == prepared.strategy.topology.world_size
-        if not (prepared.resume.same_run and same_ranks):
+        if not _same_training_config(prepared):
             state.progress.rates = {}
         if prepared.resume.rollback and state.progress.step < prepared.total_steps:
             ranks.run_on_rank0(lambda: roll_back(prepared.checkpoints, prepared.resume.path))
@@ -70,3 +70,11 @@ def _restore_evaluations(prepared: PreparedRun, fingerprint: str | None, progres
     candidates = [loss for loss in (progress.best_eval_loss, *losses.values()) if loss is not None]
     progress.best_eval_loss = min(filter(math.isfinite, candidates), default=None)
     return progress.step in losses
+
+
+def _same_training_config(prepared: PreparedRun) -> bool:
+    """True if settings and world size match the checkpoint, so its throughput is still valid."""
+    meta = prepared.resume.meta
+    ignored = [name for name, (section, *_) in all_settings().items() if section in ("checkpoint", "log")]
+    same = not changed_settings(meta["config"], prepared.cfg, ignore=ignored)
+    return same and meta["world_size"] == prepared.strategy.topology.world_size

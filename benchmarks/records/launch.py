@@ -74,7 +74,7 @@ def run_command(work: Callable[[list[str]], int], argv: list[str] | None) -> int
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # a reader such as `head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 128 + signal.SIGPIPE
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", EXIT_BAD_SETTING)

@@ -346,13 +346,16 @@ def test_newer_checkpoints_of_another_run_are_evaluated_in_the_same_folder(copie
     assert losses[0] > losses[1] == record(copied, "summary.json")["eval_loss"]
 
 
-def test_a_launch_that_only_ends_a_run_keeps_its_environment_and_rates(finished, copied):
+@pytest.mark.parametrize(("flags", "same_work"), [("", True), ("--gradient_checkpointing", False)])
+def test_a_launch_that_only_ends_a_run_keeps_the_rates_of_the_same_work(finished, copied, flags, same_work):
     (copied / "summary.json").unlink()  # as if stopped in the last evaluation
-    train(copied, EIGHT_STEPS)
-    assert (copied / "env.json").read_bytes() == (finished / "env.json").read_bytes()
-    before, after = (record(folder, "summary.json") for folder in (finished, copied))
-    for name in ("tokens_per_second", "model_tflops_per_gpu", "gpu_name", "seconds_to_first_step"):
-        assert after[name] == before[name]
+    train(copied, f"{EIGHT_STEPS} {flags}")
+    names = {"env.json": ("coverage", "attention_backend", "flash_attention", "seconds_to_first_step")}
+    names |= {"summary.json": ("tokens_per_second", "model_tflops_per_gpu")} if same_work else {}
+    for name, keys in names.items():
+        before, after = (record(folder, name) for folder in (finished, copied))
+        assert {key: after[key] for key in keys} == {key: before[key] for key in keys}
+    assert same_work or record(copied, "summary.json").get("tokens_per_second") is None
 
 
 def test_an_evaluation_that_fails_costs_no_step_and_is_repeated(tmp_path, monkeypatch):
@@ -392,7 +395,6 @@ def test_the_time_of_a_launch_that_died_counts_once(tmp_path, monkeypatch):
     repeated = sum(kept["seconds_by_kind"][kind] for kind in ("steps", "data")) - sum(
         at_step_2["seconds_by_kind"][kind] for kind in ("steps", "data")
     )
-    kept["seconds_by_kind"]["other"] += 1000.0 - kept["wall_seconds"]
     (folder / "wall_time.json").write_text(json.dumps(kept | {"wall_seconds": 1000.0}))
     began = time.perf_counter()
     train(folder, flags)
@@ -403,6 +405,14 @@ def test_the_time_of_a_launch_that_died_counts_once(tmp_path, monkeypatch):
     shutil.rmtree(folder / "checkpoints")
     train(folder, flags)  # another run in place of a finished one
     assert record(folder, "summary.json")["runtime_seconds"] < 1000
+
+
+@pytest.mark.parametrize("name", ["settings.json", "samples.txt"])
+def test_files_of_something_else_are_not_replaced(name, tmp_path, capsys):
+    (tmp_path / name).write_text('{"editor.fontSize": 3}')
+    train(tmp_path, "--max_steps 1 --generate_samples 1", code=EXIT_BAD_SETTING)
+    assert f"its {name} is not a run's" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == '{"editor.fontSize": 3}'
 
 
 @pytest.mark.parametrize(
@@ -469,7 +479,7 @@ def test_a_run_without_readable_settings_resumes_from_its_checkpoints_or_is_refu
     shutil.rmtree(copied / "checkpoints")
     (copied / "settings.json").write_text("[]")
     train(copied, "--max_steps 9 --no_export", code=EXIT_BAD_SETTING)
-    assert "metrics.jsonl is of an unknown run" in capsys.readouterr().err
+    assert "its settings.json is not a run's" in capsys.readouterr().err
 
 
 # Signals and processes

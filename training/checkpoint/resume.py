@@ -36,6 +36,8 @@ from fp8_suite.training.optim.batch_ramp import BatchSchedule
 from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.parallel.settings import recorded_data_ranks
 
+# Files that a run writes from its start on, with names that other programs use too.
+RUN_FILES = ("settings.json", "env.json", "metrics.jsonl", "samples.txt")
 # Settings that may change if the sequences of a step stay the same, of all ranks or of one.
 BATCH_SPLIT_SETTINGS = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
 # Settings that may change when starting from another run's checkpoint, e.g. after that run diverged.
@@ -180,7 +182,8 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
         refused["fp8_scenario"] = (meta["recipe"], recipe)
     if refused:
         way_out = "use the same settings, or train from its export in another --output_dir"
-        if refused.keys() <= set(BATCH_SPLIT_SETTINGS):
+        fits = batch % (cfg.optim.batch_size * cfg.sharding.data_ranks(world_size)) == 0
+        if fits and refused.keys() <= set(BATCH_SPLIT_SETTINGS):
             way_out = f"use the same settings, or --global_batch_size {batch}"
         reason = f"saved with other settings ({describe_changes(refused)})"
         raise bad_setting(f"{reason}; {way_out}", resume=point.path)
@@ -215,19 +218,20 @@ def split_changes(
 
 
 def check_folder(cfg: Config, folder: Path, world_size: int) -> None:
-    """UserError if --output_dir holds a run that this launch would replace by another.
+    """UserError if --output_dir holds a run, or files of something else, that this launch would replace.
 
     Settings of a run with checkpoints are compared by `check_resume`.
     """
     log, has_checkpoints = folder / "metrics.jsonl", bool(index.step_folders(folder / "checkpoints"))
+    old = read_settings(folder)
+    if not old and not has_checkpoints and (taken := [n for n in RUN_FILES if (folder / n).exists()]):
+        raise bad_setting(f"its {taken[0]} is not a run's; choose another folder", output_dir=folder)
     if not has_checkpoints and not (log.is_file() and log.stat().st_size):
         return
     if cfg.checkpoint.resume == "none":
         raise bad_setting("the folder holds a run already; choose another", resume="none", output_dir=folder)
     if has_checkpoints:
         return
-    if not (old := read_settings(folder)):
-        raise bad_setting("metrics.jsonl is of an unknown run; choose another folder", output_dir=folder)
     old_ranks = read_record(folder / "env.json").get("world_size", world_size)
     allowed, refused = split_changes(old, cfg, old_ranks, world_size)
     refused |= {name: values for name, values in allowed.items() if name not in BATCH_SPLIT_SETTINGS}
