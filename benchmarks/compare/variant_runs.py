@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks.records.grid import GridRun, require_all_inputs, run_config
-from fp8_suite.benchmarks.records.launch import is_begun
 from fp8_suite.benchmarks.records.runs import bad_input, read_run
 from fp8_suite.benchmarks.records.variants import Variant
 from fp8_suite.core.errors import bad_setting, counted
@@ -97,7 +96,7 @@ def check_before_start(runs: list[VariantRun]) -> None:
                 f"--gradient_accumulation_steps x ranks is {size} and {batch}; choose equal products, or "
                 "--global_batch_size"
             )
-        if is_begun(run.cfg) and (record := read_run(run.folder)).environment and record.ranks != run.gpus:
-            reason = f"{record.folder} holds a run on {counted(record.ranks, 'GPU')}; use as many"
+        if (run.folder / "env.json").exists() and (ranks := read_run(run.folder).ranks) != run.gpus:
+            reason = f"{run.folder} holds a run on {counted(ranks, 'GPU')}; use as many"
             raise bad_setting(f"{reason}, or another folder", gpus=run.gpus)
     require_all_inputs(runs)

@@ -43,7 +43,7 @@ def test_a_machine_without_gpu_is_healthy_on_one_screen():
 
 
 def test_a_recipe_that_should_run_and_raises_is_a_fault(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
     monkeypatch.delattr("fp8_suite.te_models.emulation.Linear")
     rows = {finding.text.split()[0]: finding for finding in checks.check_recipes()}
     assert rows["delayed"].status == "fault" and "AttributeError" in rows["delayed"].text
