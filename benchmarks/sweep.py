@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks.records.grid import Failures, GridRun, require_all_inputs, run_config, train_all
-from fp8_suite.benchmarks.records.launch import command_parser, is_finished, run_command
+from fp8_suite.benchmarks.records.launch import command_parser, is_finished, refuse_run_folder, run_command
 from fp8_suite.benchmarks.records.runs import bad_input
 from fp8_suite.benchmarks.records.variants import (
     OWNED,
@@ -155,6 +155,7 @@ def sweep(argv: list[str]) -> int:
     if missing := next((name for name in file["needs"] if name not in common), None):
         raise bad_input(f"{args.sweep}: needs --{missing}; add it to the command line")
     folder = args.output_dir or Path("runs") / args.sweep.stem
+    refuse_run_folder(folder)
     axes, precisions = read_axes(file["grid"], args.axis), file["grid"].get("precision", ())
     synthetic = common.get("dataset_name") == SYNTHETIC
     common |= {"dataset_name": str(folder / "synthetic.txt"), "split_name": "train"} if synthetic else {}

@@ -19,7 +19,7 @@ MIN_STEPS_FOR_MEDIAN = 20
 MAX_SKIPPED_STEPS = 5  # in a row
 RETRY = (
     "lower --learning_rate or lengthen the warm-up, from the start or from an earlier checkpoint "
-    "(--resume RUN/checkpoints/step_N with another --output_dir), or try a more precise recipe"
+    "(--resume RUN/checkpoints/step_000500 with another --output_dir), or try a more precise recipe"
 )
 
 

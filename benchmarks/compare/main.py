@@ -12,7 +12,7 @@ from pathlib import Path
 from fp8_suite.benchmarks.compare.variant_runs import build_runs, check_before_start
 from fp8_suite.benchmarks.compare.verdict import conclude, exit_code, write_verdict
 from fp8_suite.benchmarks.records.grid import Failures, GridRun, train_all
-from fp8_suite.benchmarks.records.launch import add_number, command_parser, run_command
+from fp8_suite.benchmarks.records.launch import add_number, command_parser, refuse_run_folder, run_command
 from fp8_suite.benchmarks.records.runs import RunRecord, read_run
 from fp8_suite.benchmarks.records.variants import VARIANTS, given_settings, parse_variants, split_flags
 from fp8_suite.benchmarks.report.judge import MAX_LOSS_GAP, Verdict
@@ -49,6 +49,7 @@ def compare(argv: list[str]) -> int:
     args, training = parse(argv)
     folder, seeds = args.output_dir, {"paired_seeds": args.paired_seeds, "noise_seeds": args.noise_seeds}
     variants, common = parse_variants(args.variants), given_settings(training, PROG)
+    refuse_run_folder(folder)
     planned = build_runs(variants, common, folder, gpus=args.gpus, **seeds)
     reference = planned[0]
     check_before_start(planned)

@@ -56,7 +56,7 @@ def build_runs(
 
     def build(name: str, seed: int | None = None) -> VariantRun:
         suffix, change = ("", {}) if seed is None else (f"-seed{seed}", {"seed": seed})
-        needs_export = common.get("generate_samples") or "export_dtype" in common
+        needs_export = str(common.get("generate_samples", 0)) != "0" or "export_dtype" in common
         export = {"export": True} if needs_export else {}
         settings = DEFAULTS | export | common | by_name[name].settings | change
         run_folder = folder / "runs" / f"{by_name[name].folder_name}{suffix}"

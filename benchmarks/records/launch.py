@@ -109,6 +109,12 @@ def add_number(
     parser.add_argument(f"--{name}", type=convert, default=default, metavar=metavar, help=shown)
 
 
+def refuse_run_folder(folder: Path) -> None:
+    """Raise UserError if `folder` is a training run's own, whose report would be replaced."""
+    if (folder / "metrics.jsonl").exists():
+        raise bad_setting("holds a training run; choose another folder", output_dir=folder)
+
+
 def command(cfg: Config, gpus: int) -> list[str]:
     """Return a run's command line: train_fp8.py for one GPU or the CPU, torchrun for more GPUs."""
     if gpus == 1:

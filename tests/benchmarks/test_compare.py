@@ -357,3 +357,5 @@ def test_samples_and_export_dtype_need_the_export_that_a_comparison_leaves_out(t
     for flags, samples, dtype in ((demo, 2, "bf16"), ("--export_dtype both", 0, "both")):
         saved = planned_runs(tmp_path, "bf16,delayed", flags=flags)[1].cfg.checkpoint
         assert (saved.export, saved.generate_samples, saved.export_dtype) == (True, samples, dtype)
+    without = planned_runs(tmp_path, "bf16,delayed", flags=f"{demo} --generate_samples 0")
+    assert not any(run.cfg.checkpoint.export for run in without)

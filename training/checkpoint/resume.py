@@ -94,7 +94,9 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
     for folder in (path, path / "checkpoints"):
         if latest := index.latest(folder):
             return latest
-    raise bad_setting("no checkpoint there; give a step_N folder or a run folder", resume=resume)
+    raise bad_setting(
+        "no checkpoint there; give a run folder, or one such as RUN/checkpoints/step_000500", resume=resume
+    )
 
 
 def _check_origin(requested: Path, folder: Path) -> None:
@@ -181,7 +183,8 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
     if meta["recipe"] != recipe:
         refused["fp8_scenario"] = (meta["recipe"], recipe)
     if refused:
-        way_out = "use the same settings, or train from its export in another --output_dir"
+        export = f"--max_steps {point.step} --export --output_dir NEW"
+        way_out = f"use the same settings, or add {export} to them and train from that export"
         fits = batch % (cfg.optim.batch_size * cfg.sharding.data_ranks(world_size)) == 0
         if fits and refused.keys() <= set(BATCH_SPLIT_SETTINGS):
             way_out = f"use the same settings, or --global_batch_size {batch}"

@@ -8,6 +8,7 @@ Exit code 0: healthy, also without a GPU (TE layers and FP8 are emulated there);
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import sys
 from importlib.util import find_spec
 
@@ -20,6 +21,7 @@ CHECKS = ("machine", "packages", "gpus", "te", "recipes")  # the last three impo
 def main(argv: list[str] | None = None) -> int:
     """Run the checks, print their findings as they come, and return the exit code."""
     hide_interrupts()
+    faulthandler.enable()  # a library that crashes is named
     summary = (__doc__ or "").split("\n")[0]
     argparse.ArgumentParser(prog="python -m training.doctor", description=summary).parse_args(argv)
     findings: list[checks.Finding] = []

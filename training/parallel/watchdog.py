@@ -35,7 +35,7 @@ INTERVALS_COMPARED = 4  # heartbeat intervals during which a rank without progre
 SILENCE_SECONDS = 60.0  # a rank without heartbeats for this long is considered dead
 PAUSED = "waiting for the others"
 CAUSE_OF_DEATH = "the process was killed or its node failed"
-RESUME_HINT = "Earlier checkpoints are intact; rerun the command with this run's --output_dir to resume"
+RESUME_HINT = "Saved checkpoints are intact; rerun the command with this run's --output_dir to resume"
 FAILURES = "watchdog/failures"  # store key with the number of ranks that failed
 
 
