@@ -37,7 +37,8 @@ from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.parallel.settings import recorded_data_ranks
 
 # Files that a run writes from its start on, with names that other programs use too.
-RUN_FILES = ("settings.json", "env.json", "metrics.jsonl", "samples.txt")
+RUN_FILES = ("settings.json", "env.json", "metrics.jsonl", "summary.json", "wall_time.json", "samples.txt")
+RUN_FILES += ("export.json", "export_fp8.json", "adapter.json")
 # Settings that may change if the sequences of a step stay the same, of all ranks or of one.
 BATCH_SPLIT_SETTINGS = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
 # Settings that may change when starting from another run's checkpoint, e.g. after that run diverged.
@@ -304,7 +305,8 @@ def is_finished(point: ResumePoint, cfg: Config, folder: Path, total_steps: int)
     complete = summarized == point.step and exported
     if 0 < total_steps < point.step and not complete:
         flag = "num_epochs" if cfg.optim.max_steps is None else "max_steps"
-        reason = f"{point.path} has {point.step:,} steps already; raise it, or evaluate with --max_steps 0"
+        way_out = "raise it, or evaluate with --max_steps 0 and another --output_dir"
+        reason = f"{point.path} has {point.step:,} steps already; {way_out}"
         raise bad_setting(reason, **{flag: getattr(cfg.optim, flag)})
     return point.step >= total_steps and complete
 

@@ -142,7 +142,8 @@ def why_refused(name: str, flag: str, backend: Backend) -> str | None:
 def why_not(name: str, backend: Backend = "native") -> str | None:
     """Return why a recipe cannot run on this machine, in TE's words, or None."""
     if backend == "emulated":
-        return None if hasattr(te_recipes(backend), RECIPES[name].te_class) else "it is not emulated"
+        has_class = hasattr(te_recipes(backend), RECIPES[name].te_class)
+        return None if has_class else "its stochastic rounding is not emulated"
     if reason := why_not_te():
         return reason
     available, reason = getattr(te_module(backend), RECIPES[name].probe)(return_reason=True)
