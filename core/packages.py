@@ -30,9 +30,12 @@ def start_command(*packages: str) -> None:
     if missing:
         pins = ROOT / "requirements.txt"  # absent after pip install .
         file, command = os.path.relpath(pins), f"{sys.executable} -m pip install"
-        command += f" -r {file}" if pins.exists() else f" {' '.join(missing)}"
-        if pins.exists() and "torch" not in missing:  # keep it: a container has one of its own
-            command = f"grep -v '^torch==' {file} | {sys.executable} -m pip install -r /dev/stdin"
+        if not pins.exists():
+            command = f"{command} {' '.join(missing)}"
+        elif "torch" in missing:
+            command = f"{command} -r {file}"
+        else:  # keep torch: a container has one of its own
+            command = f"grep -v '^torch==' {file} | {command} -r /dev/stdin"
         sys.exit(f"error: {', '.join(missing)} missing; install: {command}")
 
 

@@ -10,6 +10,7 @@ from fp8_suite.benchmarks.records.grid import GridRun, require_all_inputs, run_c
 from fp8_suite.benchmarks.records.runs import bad_input, read_run
 from fp8_suite.benchmarks.records.variants import Variant
 from fp8_suite.core.errors import bad_setting, counted
+from fp8_suite.core.settings import convert
 from fp8_suite.training.estimate.sizes import global_batch, with_data_ranks
 
 # Defaults of the runs; training flags on the command line override them.
@@ -56,7 +57,8 @@ def build_runs(
 
     def build(name: str, seed: int | None = None) -> VariantRun:
         suffix, change = ("", {}) if seed is None else (f"-seed{seed}", {"seed": seed})
-        needs_export = str(common.get("generate_samples", 0)) != "0" or "export_dtype" in common
+        samples = convert("generate_samples", common.get("generate_samples", 0), int)
+        needs_export = samples or "export_dtype" in common
         export = {"export": True} if needs_export else {}
         settings = DEFAULTS | export | common | by_name[name].settings | change
         run_folder = folder / "runs" / f"{by_name[name].folder_name}{suffix}"

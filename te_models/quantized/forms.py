@@ -95,7 +95,7 @@ class Quantizer:
     def __init__(self, form: Form, bf16: Collection[str] = ()):
         """`bf16`: names of linear modules to keep in BF16."""
         self.form, self.bf16 = form, bf16
-        self.names: list[str] = []  # of weights in FP8
+        self.quantized = 0  # number of weights in FP8
         self.kept = {"lm_head": None}  # modules with matrices in BF16, in order; also if tied
 
     def quantize(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -109,7 +109,7 @@ class Quantizer:
             for name in list(layer):
                 tensor, module = layer.pop(name), name.rpartition(".")[0]
                 if name in chosen:
-                    self.names.append(name)
+                    self.quantized += 1
                     values, scales = self.form.quantize(tensor.float())
                     yield name, values
                     yield f"{module}.{self.form.scale_name}", scales
@@ -124,4 +124,4 @@ class Quantizer:
 
     def describe(self) -> str:
         """Return, for the user, how many weights are in FP8."""
-        return f"{len(self.names)} linear weights are in FP8"
+        return f"{self.quantized} linear weights are in FP8"

@@ -197,8 +197,9 @@ def test_special_tokens_make_a_new_specification():
     assert model.config.to_dict() == before
 
 
-@pytest.mark.parametrize("model_type", ["t5", "clip"])
+@pytest.mark.parametrize("model_type", ["t5", "clip", "llama"])
 def test_what_is_no_causal_language_model_is_refused(model_type, tmp_path):
-    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"--model_name .*model of type '{model_type}'"):
+    AutoConfig.for_model(model_type, is_causal=False).save_pretrained(tmp_path)
+    reason = "is_causal is false" if model_type == "llama" else f"model of type '{model_type}'"
+    with pytest.raises(UserError, match=f"--model_name .*{reason}"):
         find_model(str(tmp_path), init="random", use_te=False)

@@ -23,6 +23,7 @@ from fp8_suite.te_models.spec import ModelSpec, digests
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.index import Index, step_of
 from fp8_suite.training.checkpoint.manifest import MANIFEST, read_manifest
+from fp8_suite.training.checkpoint.settings import EXPORT_FOLDERS
 from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.config import (
     Config,
@@ -36,9 +37,9 @@ from fp8_suite.training.optim.batch_ramp import BatchSchedule
 from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.parallel.settings import recorded_data_ranks
 
-# Files that a run writes from its start on, with names that other programs use too.
+# Files that a run writes under names that other programs use too; each export lists its files in NAME.json.
 RUN_FILES = ("settings.json", "env.json", "metrics.jsonl", "summary.json", "wall_time.json", "samples.txt")
-RUN_FILES += ("export.json", "export_fp8.json", "adapter.json")
+RUN_FILES += tuple(f"{name}.json" for name in (*EXPORT_FOLDERS.values(), "adapter"))
 # Settings that may change if the sequences of a step stay the same, of all ranks or of one.
 BATCH_SPLIT_SETTINGS = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
 # Settings that may change when starting from another run's checkpoint, e.g. after that run diverged.

@@ -28,7 +28,7 @@ SHARED_FOLDER_SECONDS = 5.0  # visibility delay of network file systems
 def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, FileLock]:
     """Create or reopen the run folder and lock it for this process.
 
-    UserError if it is not writable, holds a run with other settings, or is in use by another process.
+    UserError if it is not writable, is in use by another process, or holds what `check_folder` refuses.
     """
     if cfg.log.log_dir:  # fail early: the writer opens it only after the model is built
         with _explaining_errors(log_dir=cfg.log.log_dir):

@@ -57,10 +57,10 @@ class FSDP(Strategy):
             fully_shard(block, reshard_after_forward=not self.gathers_once, **options)
         # Embedding, final norm and LM head form one group, because embedding and head may share a weight.
         fully_shard(model, reshard_after_forward=False, **options)
-        if custom_reduce_scatter or self.reduce_dtype == "fp8":
+        fp8 = self.reduce_dtype == "fp8"
+        if custom_reduce_scatter or fp8:
             for module in (*blocks, model):
-                exchange = gradient_exchange.ReduceScatter(fp8=self.reduce_dtype == "fp8")
-                module.set_custom_reduce_scatter(exchange)
+                module.set_custom_reduce_scatter(gradient_exchange.ReduceScatter(fp8=fp8))
         # Without prefetch a block is gathered when the CPU reaches it: too late if kernel launches are slow.
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
