@@ -1,27 +1,22 @@
 """Whole runs that start from FP8 weights."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from fp8_suite.core.errors import EXIT_BAD_SETTING
-from fp8_suite.training.run import main
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.fp8_checkpoints import assert_exact_masters, compressed, fine_grained, save_fp8, write
-from tests.training.parallel.jobs import SMALL, curve
-
-CPU = torch.device("cpu")
+from tests.training.parallel.jobs import curve, record
+from tests.training.test_run import train as train_small
 
 
 def train(folder: Path, model: Path, flags: str, *, code: int = 0) -> Path:
-    argv = [*shlex.split(SMALL), "--output_dir", str(folder), "--model_name", str(model)]
-    argv += shlex.split(f"--tokenizer_name demo --max_steps 3 --no_save_checkpoints {flags}")
-    assert main(argv, description="test", start=lambda cfg: CPU) == code
-    return folder
+    flags = f"--model_name {model} --tokenizer_name demo --max_steps 3 --no_save_checkpoints {flags}"
+    return train_small(folder, flags, code=code)
 
 
 LAYERS = "--use_te --te_backend emulated --mixed_precision fp8 --fp8_scenario current", "--no_use_te"
@@ -42,8 +37,7 @@ def test_a_run_from_fp8_equals_one_from_the_dequantized_weights(layers, tmp_path
     assert curve(runs[0]) == curve(runs[1]) and len(curve(runs[0])) == 3
     expected = "21 tensors (fp8)"
     for file in ("env.json", "summary.json"):
-        records = [json.loads((run / file).read_text())["dequantized_weights"] for run in runs]
-        assert records == [expected, None]
+        assert [record(run, file)["dequantized_weights"] for run in runs] == [expected, None]
     exports = [load_file(run / "export" / "model.safetensors") for run in runs]
     assert all(torch.equal(exports[0][name], exports[1][name]) for name in exports[1])
     assert "quantization_config" not in json.loads((runs[0] / "export" / "config.json").read_text())

@@ -39,48 +39,8 @@ def index(folder: Path) -> dict:
     return json.loads((folder / "checkpoints" / "index.json").read_text())
 
 
-def test_a_command_that_rolled_back_resumes_when_repeated(folder, capsys):
-    back = f"--save_interval 2 --resume {folder}/checkpoints/step_000002"
-    train(folder, f"--max_steps 6 {back}")
-    assert "resumed from" in capsys.readouterr().out and sorted(losses(folder)) == list(range(1, 7))
-    train(folder, f"--max_steps 8 {back}")
-    assert "step_000006 at step 6" in capsys.readouterr().out
-    assert sorted(losses(folder)) == list(range(1, 9))
-
-
-def test_a_damaged_checkpoint_is_refused_and_the_one_it_names_leads_to_the_same_state(folder, capsys):
-    expected, newest = saved(folder, 4), folder / "checkpoints" / "step_000004"
-    shard = min(newest.glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    train(folder, "--max_steps 6", code=EXIT_BAD_SETTING)
-    shown = capsys.readouterr().err
-    intact = folder / "checkpoints" / "step_000002"
-    assert f"{shard}: does not match its checksum" in shown and f"intact: `--resume {intact}`" in shown
-    train(folder, f"--max_steps 4 --save_interval 2 --resume {intact}")
-    assert same_but_rng(expected, saved(folder, 4))
-
-
 def same_but_rng(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(tensor, second[name]) for name, tensor in first.items() if name[:4] != "rng/")
-
-
-def test_moments_in_8_bits_resume_exactly_and_are_converted_to_another_format(tmp_path, capsys):
-    flags = "--save_interval 2 --keep_last 9 --moment_dtype"
-    uninterrupted = train(tmp_path / "whole", f"--max_steps 3 {flags} fp8,fp16")
-    halves = train(tmp_path / "halves", f"--max_steps 2 {flags} fp8,fp16")
-    shutil.copytree(halves, tmp_path / "converted")
-    train(halves, f"--max_steps 3 {flags} fp8,fp16")
-    first, second = saved(uninterrupted, 3), saved(halves, 3)
-    coded = [name for name in first if name.endswith("exp_avg_sq") and first[name].dtype == torch.int16]
-    assert coded and all(f"{name}_exponents" in first for name in coded)
-    assert same_but_rng(first, second)
-
-    third = saved(train(tmp_path / "converted", f"--max_steps 3 {flags} fp32,fp16"), 3)
-    assert "Adam's moments are converted to fp32,fp16" in capsys.readouterr().out
-    first_moment = coded[0].removesuffix("_sq")
-    assert third.keys() < first.keys() and third[first_moment].dtype == torch.float32
-    # These formats hold all that the others did, so the next weights are the same.
-    assert all(torch.equal(tensor, third[name]) for name, tensor in first.items() if name[:6] == "model/")
 
 
 def test_an_optimizer_offloaded_at_a_resume_trains_the_same_bits(tmp_path):
@@ -137,6 +97,11 @@ def test_a_batch_may_be_split_differently_and_grow_with_the_ranks(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(config_from_dict(of_64).to_dict()))
     (tmp_path / "env.json").write_text('{"world_size": 4}')
     check_folder(config_from_dict(of_64 | {"batch_size": 4}), tmp_path, 8)
+
+
+def test_moments_are_converted_to_another_format_with_a_notice():
+    old, new = (config_from_dict({"moment_dtype": name}) for name in ("fp8,fp16", "fp32,fp16"))
+    assert "Adam's moments are converted to fp32,fp16" in resumed(old, 1, new, 1)
 
 
 def test_on_one_rank_an_exchange_in_fp8_resumes_as_bf16():

@@ -15,27 +15,17 @@ from fp8_suite.te_models.emulation.recipes import Float8BlockScaling
 from fp8_suite.te_models.quantized.reader import SQUARE, dequantize
 from fp8_suite.te_models.weights import layer_to_hf
 from fp8_suite.training.config import parse_config
-from fp8_suite.training.run import main
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.training.parallel.jobs import SMALL
+from tests.training.parallel.jobs import SMALL, summary
+from tests.training.test_run import train
 
 pytest.importorskip("accelerate")
 torch.set_num_threads(1)
 
 BLOCK = "--use_te --te_backend emulated --mixed_precision fp8 --fp8_scenario block"
 FLAGS = "--max_steps 2 --eval_interval 0 --no_save_checkpoints --no_packing --export_dtype"
-
-
-def train(folder: Path, flags: str, *, code: int = 0) -> Path:
-    argv = [*shlex.split(SMALL), "--output_dir", str(folder), *shlex.split(flags)]
-    assert main(argv, description="test", start=lambda cfg: torch.device("cpu")) == code
-    return folder
-
-
-def summary(folder):
-    return json.loads((folder / "summary.json").read_text())
 
 
 def loss_in_transformers(folder: Path, flags: str) -> float:

@@ -25,3 +25,9 @@ def once(tmp_path_factory) -> Callable[..., Path]:
         return done[flags]
 
     return run_once
+
+
+@pytest.fixture(scope="module")
+def reference(once) -> Callable[[str], Path]:
+    """A run on one rank with checkpoints, once for each set of flags."""
+    return lambda flags: once(f"{flags} --save_interval 2")

@@ -130,6 +130,11 @@ def curve(folder: Path, name: str = "train/loss") -> dict[int, float]:
     return {line["step"]: line[name] for line in lines if name in line}
 
 
+def rest(folder: Path, step: int, name: str = "train/loss") -> dict[int, float]:
+    """Return a metric after this step."""
+    return {at: value for at, value in curve(folder, name).items() if at > step}
+
+
 def last_logged(folder: Path) -> int:
     return max(curve(folder), default=0) if (folder / "metrics.jsonl").exists() else 0
 

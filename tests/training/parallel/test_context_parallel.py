@@ -1,8 +1,6 @@
 """Whole runs with context parallelism over gloo on the CPU, with emulated TE layers, against one rank."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +13,8 @@ from fp8_suite.training.parallel.context_parallel import comm_type
 
 from tests.children import preload
 from tests.training.parallel import jobs
-from tests.training.parallel.jobs import checkpoint, curve, exported, same_bits, start, summary, train
-from tests.training.parallel.test_multi_gpu import same_run
+from tests.training.parallel.jobs import start, train
+from tests.training.parallel.test_multi_gpu import resume_in_layouts, same_run
 
 preload(__name__)
 TE = "--use_te --max_steps 4 --max_seq_length 256 --mixed_precision"
@@ -24,16 +22,9 @@ SHARED = "--context_parallel_size 2 --sharding_mode"
 FP8 = f"{TE} fp8 --fp8_scenario"
 
 
-@pytest.fixture(scope="module")
-def reference(once) -> Callable[[str], Path]:
-    """A run on one rank with checkpoints, once for each set of flags."""
-    return lambda flags: once(f"{flags} --save_interval 2")
-
-
 @pytest.mark.parametrize(
     ("flags", "sharding", "ranks", "rel"),
     [
-        (f"{TE} bf16", f"{SHARED} ddp", 2, 1e-3),
         (f"{TE} bf16 --no_packing", f"{SHARED} fsdp_full", 2, 1e-3),
         (f"{TE} bf16", f"{SHARED} fsdp_full --batch_size 1", 4, 1e-3),
         (f"{TE} bf16", f"{SHARED} hsdp --hsdp_shard_size 2 --batch_size 1", 4, 1e-3),
@@ -51,21 +42,13 @@ def test_a_run_whose_ranks_share_sequences_is_that_of_one_rank(
 
 def test_a_run_resumes_bit_for_bit_and_in_another_layout(reference, tmp_path):
     flags = f"{TE} bf16"
-    whole = reference(flags)
     shared = train(tmp_path / "shared", f"{flags} {SHARED} fsdp_full --save_interval 2").folder
-    resumed = {
+    layouts = {
         "same": (shared, f"{SHARED} fsdp_full", 2),
         "on one": (shared, "", 1),
-        "on two": (whole, f"{SHARED} ddp", 2),
+        "on two": (reference(flags), f"{SHARED} ddp", 2),
     }
-    for name, (origin, sharding, ranks) in resumed.items():
-        again = f"{flags} {sharding} --resume {checkpoint(origin, 2)}"
-        folder = train(tmp_path / name, again, ranks=ranks).folder
-        rest = {step: loss for step, loss in curve(origin).items() if step > 2}
-        assert curve(folder) == (rest if name == "same" else pytest.approx(rest, rel=1e-3)), name
-        assert summary(folder)["tokens"] == summary(origin)["tokens"]
-        if name == "same":
-            assert same_bits(exported(folder), exported(origin))
+    resume_in_layouts(tmp_path, flags, layouts, 1e-3)
 
 
 def forget_the_others(rank: int) -> None:
@@ -118,7 +101,5 @@ def test_emulated_layers_gather_keys(requested):
     assert refused.value.flags == {"cp_comm_type"}
     assert comm_type(config_from_dict(settings).sharding, shape, "emulated") == "all_gather"
     assert comm_type(config_from_dict(settings).sharding, shape, "native") == "a2a"
-    assert (
-        comm_type(config_from_dict(settings).sharding, replace(shape, num_kv_heads=1), "native")
-        == "all_gather"
-    )
+    one_group = replace(shape, num_kv_heads=1)
+    assert comm_type(config_from_dict(settings).sharding, one_group, "native") == "all_gather"

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from tests.children import preload, run_ranks
 from tests.training.parallel import jobs
-from tests.training.parallel.jobs import checkpoint, curve, exported, same_bits, saved, train
-from tests.training.parallel.test_multi_gpu import same_run
+from tests.training.parallel.jobs import saved
+from tests.training.parallel.test_multi_gpu import resume_in_layouts, same_run
 
 preload(__name__)
 TE = "--use_te --max_steps 4 --mixed_precision"
@@ -40,15 +40,13 @@ def run(once, tmp_path_factory) -> Callable[..., Path]:
 @pytest.mark.parametrize(
     ("flags", "sharding", "ranks", "rel"),
     [
-        (f"{TE} bf16 {UNTIED} --recompute cheap", "ddp", 2, 1e-3),
         (f"{TE} bf16 --no_packing --gradient_accumulation_steps 2", "ddp", 2, 1e-3),
         (f"{TE} bf16 --model_name tiny-qwen2 --recompute mlp", "fsdp_full", 2, 1e-3),
         (f"{TE} bf16 --model_name tiny-qwen3", "fsdp_grad --batch_size 1", 4, 1e-3),
-        (f"{TE} bf16 {UNTIED}", "ddp --context_parallel_size 2", 4, 1e-3),
+        (f"{TE} bf16 {UNTIED}", "ddp --context_parallel_size 2 --recompute cheap", 4, 1e-3),
         (f"{FP8} delayed --no_packing --recompute mlp", "fsdp_full --context_parallel_size 2", 4, 1e-2),
-        (f"{FP8} delayed --recompute layer", "ddp", 2, 1e-2),
         (f"{FP8} current --no_packing --recompute full", "ddp --batch_size 1", 4, 2e-2),
-        (f"{FP8} delayed {HEAD} {UNTIED}", "fsdp_full", 2, 1e-2),
+        (f"{FP8} delayed {HEAD} {UNTIED}", "fsdp_full --recompute layer", 2, 1e-2),
         (f"{FP8} delayed {HEAD} --gradient_accumulation_steps 2", "ddp --pipeline_parallel_size 2", 4, 1e-2),
         (f"{FP8} block --model_name tiny-qwen3", "hsdp --hsdp_shard_size 1 --batch_size 1", 4, 1e-2),
     ],
@@ -89,41 +87,18 @@ def test_the_gradient_norm_counts_what_ranks_share_once(tmp_path):
     run_ranks(compare_norms, tmp_path)
 
 
-def rest(folder: Path) -> dict[int, float]:
-    return {step: loss for step, loss in curve(folder).items() if step > 2}
-
-
 def test_a_checkpoint_resumes_bit_for_bit_and_in_another_layout(run, tmp_path):
-    """Moments in blocks and scaling state follow: 4 ranks -> the same, one, FSDP; one rank -> two."""
+    """Moments in blocks and scaling state follow: 4 ranks -> the same, one; one rank -> two."""
     flags = f"{FP8} delayed {UNTIED} --moment_dtype fp8"
     layout = f"{TP} fsdp_full --batch_size 1"
     shared, whole = run(f"{flags} {layout}", ranks=4), run(flags)
-    model = jobs.record(whole, "settings.json")["model_name"]
-    resumed = {
+    layouts = {
         "same": (shared, layout, 4),
         "one": (shared, "", 1),
-        "fsdp": (shared, "--sharding_mode fsdp_full --batch_size 1", 2),
         "shared": (whole, f"{TP} ddp", 2),
     }
-    for name, (origin, sharding, ranks) in resumed.items():
-        again = f"{flags} {sharding} --resume {checkpoint(origin, 2)}".replace("untied", model)
-        folder = train(tmp_path / name, again, ranks=ranks).folder
-        if name == "same":
-            assert curve(folder) == rest(origin) and same_bits(exported(folder), exported(origin))
-        else:
-            assert curve(folder) == pytest.approx(rest(origin), rel=1e-2), name
-
-
-def test_checkpoints_are_the_same_bits_in_any_layout(run, tmp_path):
-    """Resume at the end of a run, without further steps: shared -> whole -> shared."""
-    flags = f"{TE} bf16 {UNTIED} --moment_dtype fp8 --no_export"
-    origin = run(f"{flags} {TP} fsdp_full --batch_size 1", ranks=4)
-    model, expected = jobs.record(origin, "settings.json")["model_name"], saved(origin, 4)
-    assert any(name.endswith("_exponents") for name in expected)
-    for number, (sharding, ranks) in enumerate([("", 1), (f"{TP} ddp", 2)]):
-        again = f"{flags} {sharding} --resume {checkpoint(origin, 4)}".replace("untied", model)
-        origin = train(tmp_path / str(number), again, ranks=ranks).folder
-        assert same_bits(saved(origin, 4), expected)
+    model = jobs.record(whole, "settings.json")["model_name"]
+    resume_in_layouts(tmp_path, flags.replace("untied", model), layouts, 1e-2)
 
 
 @pytest.mark.parametrize(

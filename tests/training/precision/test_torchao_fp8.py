@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.children import preload, run_ranks
 from tests.te_models import test_hugging_face
 from tests.te_models.test_hugging_face import TINY
-from tests.training.parallel.test_multi_gpu import train as train_on_ranks
-from tests.training.test_run import SMALL, exported, record, same_bits
-from tests.training.test_run import curve as losses
+from tests.training.parallel.jobs import SMALL, exported, record, rest, same_bits
+from tests.training.parallel.jobs import curve as losses
+from tests.training.parallel.jobs import train as train_on_ranks
 from tests.training.test_run import train as train_small
 
 preload(__name__)
@@ -204,7 +204,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_and_its_export_loads(models,
     flags += " --bf16_first_layers 1 --precision_map layers.1.mlp=rowwise --max_steps 6"
     uninterrupted = train(tmp_path / "uninterrupted", flags)
     again = train(tmp_path / "again", f"{flags} --resume {uninterrupted}/checkpoints/step_000003")
-    assert losses(again) == {step: loss for step, loss in losses(uninterrupted).items() if step > 3}
+    assert losses(again) == rest(uninterrupted, 3)
     assert same_bits(exported(uninterrupted), exported(again))
     _, info = AutoModelForCausalLM.from_pretrained(uninterrupted / "export", output_loading_info=True)
     assert not any(info[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -233,7 +233,7 @@ def test_weights_gathered_in_fp8_train_as_one_process_and_resume_bit_for_bit(on_
     assert losses(uninterrupted) == pytest.approx(on_one, rel=2e-3)
     resume = f"--resume {uninterrupted}/checkpoints/step_000002"
     again = train_on_ranks(tmp_path / "again", f"{flags} {resume}").folder
-    assert losses(again) == {step: loss for step, loss in losses(uninterrupted).items() if step > 2}
+    assert losses(again) == rest(uninterrupted, 2)
     assert same_bits(exported(uninterrupted), exported(again))
 
 
