@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from fp8_suite.benchmarks.records.launch import Outcome, to_flags
 from fp8_suite.benchmarks.records.runs import RunRecord, read_run
+from fp8_suite.core.errors import EXIT_INTERRUPTED
 from fp8_suite.core.files import to_json
 from fp8_suite.training import run
 from fp8_suite.training.config import Config
@@ -105,5 +106,7 @@ def launch_here(cfg: Config, *, gpus: int, log: Path) -> Outcome:
     printed = io.StringIO()
     with redirect_stderr(printed):
         code = run.main(to_flags(cfg), description="test", start=lambda cfg: torch.device("cpu"))
+    if code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt(f"interrupted in {Path(cfg.checkpoint.output_dir).name}")
     errors = [line.removeprefix("error: ") for line in printed.getvalue().splitlines() if "error: " in line]
     return Outcome(code, Path(cfg.checkpoint.output_dir), *errors[-1:])

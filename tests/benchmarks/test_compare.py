@@ -1,10 +1,10 @@
 """benchmarks.compare: a comparison that is killed, stopped and resumed; its verdict; its errors."""
 
 import json
+import os
 import re
 import shlex
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,56 +17,36 @@ from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.records.variants import given_settings, parse_variants
 from fp8_suite.core.errors import EXIT_INTERRUPTED, UserError
 from fp8_suite.core.packages import ROOT
-
-from tests.benchmarks.folders import append, launch_here, write_run
-from tests.children import running, wait_for
-from tests.training.parallel.jobs import curve, last_logged
-
-HELD = """
-import runpy, sys, time
 from fp8_suite.training.trainer import Trainer
 
-step = Trainer._before_step
+from tests.benchmarks.folders import append, launch_here, write_run
+from tests.training.parallel.jobs import curve, last_logged
 
-def held(trainer, *args):
-    while trainer.progress.step and not trainer.stop.requested:
-        time.sleep(0.02)
-    return step(trainer, *args)
-
-Trainer._before_step = held
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-# A comparison whose runs wait after their first step for a signal.
-COMPARE = f"""
-import runpy, sys
-from fp8_suite.benchmarks.records import launch
-
-command = launch.command
-launch.command = lambda *args: [sys.executable, "-uc", {HELD!r}, *command(*args)[2:]]
-runpy.run_module("benchmarks.compare", run_name="__main__")
-"""
 H200 = {"gpu_name": "NVIDIA H200", "versions": {"torch": "2.11.0"}, "git": None}
 
 
 def test_a_stopped_comparison_is_resumed_by_the_same_command(tmp_path, monkeypatch, capsys):
-    folder, bf16 = tmp_path / "compared", tmp_path / "compared/runs/bf16"
-    common = (
+    """All in this process; tests/benchmarks/test_launch.py forwards signals to processes."""
+    folder = tmp_path / "compared"
+    command = (
         f"--variants bf16,delayed --paired_seeds 0 --output_dir {folder} "
         "--num_of_samples 60 --max_seq_length 128 --batch_size 2 --eval_samples 4 --num_workers 0 "
         "--num_proc 1 --max_steps 20 --learning_rate 1e-3 --save_interval 0"
     ).split()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with running([sys.executable, "-c", COMPARE, *common], cwd=ROOT, stdout=-1, stderr=-2) as first:
-        wait_for(lambda: last_logged(bf16) or first.poll() is not None)
-        first.send_signal(signal.SIGTERM)
-        output, _ = first.communicate(timeout=300)
-    assert first.returncode == EXIT_INTERRUPTED
-    assert output.endswith("interrupted in bf16; run the same command to resume\n"), output
-    assert "[2/2]" not in output and "run folder" in (folder / "logs/bf16.log").read_text()
+    step, stops = Trainer._before_step, iter([signal.SIGTERM])
+
+    def stop_or_step(trainer, *arguments):
+        if trainer.progress.step and (number := next(stops, None)):
+            os.kill(os.getpid(), number)
+        return step(trainer, *arguments)
+
+    monkeypatch.setattr(Trainer, "_before_step", stop_or_step)
     monkeypatch.setattr(grid, "launch", launch_here)
-    code, output = main(common), capsys.readouterr().out
+    assert main(command) == EXIT_INTERRUPTED
+    printed = capsys.readouterr()
+    assert "interrupted in bf16; run the same command to resume" in printed.out + printed.err
+    assert "[2/2]" not in printed.out and 1 <= last_logged(folder / "runs/bf16") < 20
+    code, output = main(command), capsys.readouterr().out
     assert code == 0, output
     assert f"{folder}/runs/bf16/checkpoints/step_" in output, "resumed from its checkpoint"
     verdict = json.loads((folder / "verdict.json").read_text())
@@ -161,8 +141,8 @@ def test_the_verdict_is_a_test_over_pairs_of_one_seed(tmp_path, capsys, losses, 
     for run, loss in zip(planned, values, strict=True):
         tokens = {"label_tokens": 5000 + run.cfg.optim.seed}
         write(run, loss, start=run.cfg.optim.seed / 5, summary=tokens | {"tokens_per_second": 1250.0})
-    assert finished(tmp_path, "bf16,delayed") == code
     assert finished(tmp_path, "bf16,delayed", "--strict") == int(training != "PASS")
+    assert exit_code(judged(planned), {}, strict=False) == code
     page = (tmp_path / "verdict.md").read_text()
     assert page.startswith(f"{training} for delayed: ") and "1.50" in page  # 0.5 hours at a price of 3
     (record,) = json.loads((tmp_path / "verdict.json").read_text())["variants"].values()

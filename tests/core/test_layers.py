@@ -2,10 +2,10 @@
 
 import ast
 from collections import Counter
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
 from fp8_suite.core.packages import ROOT
 
 # A folder may import from those before it. `settings` stands for every settings.py and training/config.py.
@@ -36,6 +36,7 @@ def folder(path: Path) -> str:
     return "settings" if settings else path.parent.relative_to(ROOT).as_posix()
 
 
+@cache
 def imports(path: Path, *, nested: bool = True) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = set()
@@ -52,14 +53,17 @@ def imported_files(path: Path) -> set[Path]:
     return {file for name in names if (file := ROOT / f"{name.replace('.', '/')}.py").exists()} - {path}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_one_way(path):
-    later = LINE[LINE.index(folder(path)) + 1 :]
-    assert [str(file) for file in imported_files(path) if folder(file) in later] == []
+def importers(forbidden: set[str], *, nested: bool) -> list[tuple[str, str]]:
+    """Return files that import a package of these names, with what they import."""
+    names = [(path, name) for path in SOURCES for name in imports(path, nested=nested)]
+    return [(str(path), name) for path, name in names if name.split(".")[0] in forbidden]
 
 
-def test_no_files_import_each_other_in_a_circle():
+def test_imports_point_one_way_and_not_in_a_circle():
     """Neither at the top nor inside functions."""
+    for path in SOURCES:
+        later = LINE[LINE.index(folder(path)) + 1 :]
+        assert [str(file) for file in imported_files(path) if folder(file) in later] == [], path
     TopologicalSorter({path: imported_files(path) for path in SOURCES}).prepare()
 
 
@@ -68,12 +72,10 @@ def test_no_folder_has_more_than_14_modules():
     assert not {str(folder): count for folder, count in modules.items() if count > 14}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_modules_are_imported_under_the_installed_name(path):
+def test_modules_are_imported_under_the_installed_name():
     folders = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} - {"fp8_suite"}
-    assert not {name.split(".")[0] for name in imports(path)} & folders
+    assert not importers(folders, nested=True)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_optional_libraries_load_only_where_they_are_used(path):
-    assert not {name.split(".")[0] for name in imports(path, nested=False)} & LAZY
+def test_optional_libraries_load_only_where_they_are_used():
+    assert not importers(LAZY, nested=False)

@@ -39,7 +39,6 @@ def test_the_reason_for_a_damaged_file_is_one_line(case, tmp_path):
     ("name", "read", "flag"),
     [
         ("run.yaml", lambda path: load_config_file(str(path)), "config"),
-        ("settings.json", lambda path: load_config_file(str(path)), "config"),
         ("zero.json", lambda path: read_deepspeed_config(str(path)), "deepspeed_config"),
         ("config.json", lambda path: read_model(str(path.parent)), "model_name"),
         ("config.json", lambda path: find_model(str(path.parent), init="auto", use_te=False), "model_name"),

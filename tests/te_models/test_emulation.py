@@ -12,11 +12,9 @@ from fp8_suite.te_models import emulation as te
 from fp8_suite.te_models.emulation.casts import E4M3, E5M2, cast_blocks, cast_mx, cast_tensor, cast_with_scale
 
 from tests.te_models.test_emulated_scaling import HIDDEN, RECIPES, layer, rope
-from tests.training.test_run import curve, exported, record, same_bits, saved, train
+from tests.training.test_run import curve, record, saved, train
 
 QK_NORM = {"qk_norm_type": "RMSNorm", "qk_norm_eps": 1e-6, "qk_norm_before_rope": True}
-EMULATED = "--use_te --te_backend emulated --mixed_precision"
-DELAYED = f"{EMULATED} fp8 --fp8_scenario delayed --gradient_checkpointing --max_steps 4 --save_interval 2"
 
 
 def emulated(attention: str = "bshd", **options) -> te.TransformerLayer:
@@ -168,23 +166,13 @@ def test_unknown_arguments_of_tes_layer_are_refused():
         layer(attention_type="cross")
 
 
-def test_run_resumes_bit_for_bit_and_exports(tmp_path):
-    uninterrupted = train(tmp_path / "whole", DELAYED)
-    resumed = train(tmp_path / "again", f"{DELAYED} --resume {uninterrupted}/checkpoints/step_000002")
-    losses = curve(uninterrupted)
-    assert curve(resumed) == {step: losses[step] for step in (3, 4)}
-    assert same_bits(exported(resumed), exported(uninterrupted))
-    assert "model.layers.0.self_attn.q_proj.weight" in exported(uninterrupted)
-    assert same_bits(saved(resumed, 4), saved(uninterrupted, 4))
-    scales = [name for name in saved(uninterrupted, 4) if "scaling_" in name]
-    assert len(scales) == 3 * 4 * 2 * 2  # layers, modules, directions, scale and history
-    environment = record(uninterrupted, "env.json")
+@pytest.mark.parametrize(("recipe", "scales"), [("delayed", 3 * 4 * 2 * 2), ("mxfp8", 0)])
+def test_a_run_learns_and_records_that_its_layers_are_emulated(recipe, scales, tmp_path):
+    """`scales` are of layers, modules, directions, and scale and history."""
+    flags = f"--use_te --te_backend emulated --mixed_precision fp8 --fp8_scenario {recipe} --max_steps 3"
+    run = train(tmp_path / "run", f"{flags} --no_export")
+    losses, environment = curve(run), record(run, "env.json")
+    assert losses[3] < losses[1]
+    assert len([name for name in saved(run, 3) if "scaling_" in name]) == scales
     assert (environment["te_backend"], environment["emulated"]) == ("emulated", True)
     assert environment["coverage"]["fp8_modules"] == 9  # qkv, proj and MLP of three layers
-
-
-@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
-def test_training_reduces_the_loss(recipe, tmp_path):
-    flags = f"{EMULATED} fp8 --fp8_scenario {recipe} --max_steps 3 --no_export"
-    losses = curve(train(tmp_path / "run", flags))
-    assert losses[3] < losses[1]

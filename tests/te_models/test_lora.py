@@ -1,7 +1,7 @@
 """Adapters: initialization, losses and steps as in peft; targets; the frozen base."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from fp8_suite.te_models.build import build_model, export_tensors
 from fp8_suite.te_models.lora.adapters import hf_adapters, is_adapter
 from fp8_suite.te_models.lora.settings import LoraConfig
 from fp8_suite.te_models.options import BuildOptions
-from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.te_models.spec import ModelSpec, from_config
 from fp8_suite.training.optim.optimizer import trainable
 from fp8_suite.training.precision import torchao_fp8
@@ -19,7 +18,7 @@ from fp8_suite.training.precision.recipes import build_autocast
 from fp8_suite.training.precision.scaling import scaling_state
 from transformers import Qwen2Config, Qwen3Config
 
-from tests.te_models.test_recompute import BF16, CPU, SIZES, fp8
+from tests.te_models.test_recompute import BF16, CPU, LEVELS, SIZES, fp8
 
 # With QK norms and heads wider than the hidden size, and with biases of q, k and v.
 SPECS = {
@@ -99,20 +98,22 @@ def test_losses_and_adapters_are_those_of_peft(te_backend, family, targets):
         torch.testing.assert_close(actual, theirs[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-@pytest.mark.parametrize("recompute", RECOMPUTE_LEVELS)
-def test_recomputation_changes_nothing_over_an_fp8_base(recipe, recompute):
-    """Also with dropout, whose masks the second pass draws again."""
+@cache
+def recomputed(recipe: str, recompute: str) -> tuple[list[float], list[torch.Tensor]]:
+    """Return losses over an FP8 base, and adapters and scales after them, with dropout."""
     lora = replace(LORA, lora_dropout=0.1)
-    options = replace(OPTIONS, dtype=torch.bfloat16, lora=lora)
+    torch.manual_seed(5)
+    options = replace(OPTIONS, dtype=torch.bfloat16, lora=lora, recompute=recompute)
+    model, losses = ours(options, SPECS["qwen3"], fp8(recipe))
+    return losses, [*trainable(model).values(), *scaling_state(model).values()]
 
-    def results(options):
-        torch.manual_seed(5)
-        model, losses = ours(options, SPECS["qwen3"], fp8(recipe))
-        return losses, [*trainable(model).values(), *scaling_state(model).values()]
 
-    losses, state = results(options)
-    again, state_again = results(replace(options, recompute=recompute))
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("recompute", LEVELS)
+def test_recomputation_changes_nothing_over_an_fp8_base(recipe, recompute):
+    """The second pass draws dropout's masks again."""
+    losses, state = recomputed(recipe, "none")
+    again, state_again = recomputed(recipe, recompute)
     assert losses == again and all(map(torch.equal, state, state_again))
     assert losses[-1] < losses[0] - 0.1
 

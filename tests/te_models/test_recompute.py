@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -59,9 +59,10 @@ def train(
     return model, computed
 
 
-def results(options: BuildOptions, precision: Precision = BF16) -> list[torch.Tensor]:
+@cache
+def results(options: BuildOptions, recipe: str = "bf16") -> list[torch.Tensor]:
     """Return losses and gradients of three steps, and the scales after them."""
-    model, computed = train(options, precision)
+    model, computed = train(options, BF16 if recipe == "bf16" else fp8(recipe))
     return [*computed, *(scaling_state(model) if options.te_backend else {}).values()]
 
 
@@ -72,11 +73,10 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("recompute", [*LEVELS, "cheap:1+full:1"])
 def test_every_level_equals_no_recomputation_bit_for_bit(recompute, recipe):
-    precision = BF16 if recipe == "bf16" else fp8(recipe)
-    expected = results(OPTIONS, precision)
-    assert equal(results(replace(OPTIONS, recompute=recompute), precision), expected)
+    expected = results(OPTIONS, recipe)
+    assert equal(results(replace(OPTIONS, recompute=recompute), recipe), expected)
     if recompute in ("layer", "full"):
-        assert equal(results(replace(OPTIONS, recompute=recompute, reentrant=True), precision), expected)
+        assert equal(results(replace(OPTIONS, recompute=recompute, reentrant=True), recipe), expected)
 
 
 @pytest.mark.parametrize(("level", "again"), [("cheap", 0), ("mlp", 1), ("layer", 3), ("full", 3)])
@@ -129,8 +129,9 @@ def test_a_result_that_recomputation_does_not_use_is_an_error():
 def test_hugging_face_layers_have_the_same_gradients(recompute, compiled, monkeypatch):
     # Graphs and their gradients as on a GPU, but no C++ for them, which takes half a minute.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    options = replace(OPTIONS, te_backend=None, dtype=torch.float32, compile_layers=compiled)
-    torch.testing.assert_close(results(replace(options, recompute=recompute)), results(options))
+    options = replace(OPTIONS, te_backend=None, dtype=torch.float32)
+    recomputed = results(replace(options, recompute=recompute, compile_layers=compiled))
+    torch.testing.assert_close(recomputed, results(options))
 
 
 def test_a_level_that_a_model_lacks_is_refused():
