@@ -28,7 +28,8 @@ from tests.training.parallel.test_multi_gpu import resume_in_layouts, same_run
 
 preload(__name__)
 TE = "--use_te --max_seq_length 128 --batch_size 1 --gradient_accumulation_steps 4 --mixed_precision"
-FP8 = f"{TE} fp8 --max_steps 4 --fp8_scenario"
+FP8 = f"{TE} fp8 --max_steps 3 --fp8_scenario"
+EPOCH = f"{TE} bf16 --num_of_samples 20"  # its last step has one micro-batch
 UNCLIPPED = "--max_grad_norm 0"
 PP = "--pipeline_parallel_size 2"
 
@@ -45,7 +46,7 @@ def untied(tmp_path_factory) -> str:
 @pytest.mark.parametrize(
     ("flags", "pipeline"),
     [
-        (f"{TE} bf16 --no_packing", PP),  # an epoch, whose last step has one micro-batch
+        (f"{EPOCH} --no_packing", PP),
         (f"{FP8} delayed", f"{PP} --recompute mlp:2+layer"),
         (f"{FP8} delayed", f"{PP} --virtual_stages 2 --pipeline_schedule interleaved"),
         (f"{FP8} current --bf16_last_layers 1", PP),
@@ -101,8 +102,7 @@ def sum_in_gemms(rank: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "pipeline"),
     [
-        # An epoch, whose last step has one micro-batch.
-        (f"{TE} bf16 --sharding_mode fsdp_full --gradient_accumulation_steps 3", PP),
+        (f"{EPOCH} --sharding_mode fsdp_full --gradient_accumulation_steps 3", PP),
         (f"{FP8} delayed --no_packing --tensor_parallel_size 2", f"{PP} --virtual_stages 2"),
         (f"{FP8} current --sharding_mode fsdp_grad", f"{PP} --virtual_stages 2"),
         (f"{FP8} delayed --sharding_mode fsdp_full --context_parallel_size 2", f"{PP} --virtual_stages 2"),
@@ -123,14 +123,14 @@ def test_pipelines_of_several_ranks_are_the_run_of_those_ranks_bit_for_bit(flags
     ("flags", "pipeline", "ranks", "rel"),
     [
         (f"{FP8} delayed", "--pipeline_parallel_size 3", 3, 1e-3),
-        (f"{TE} bf16 --max_steps 4", f"{PP} --gradient_accumulation_steps 2", 4, 1e-3),
+        (f"{TE} bf16 --max_steps 3", f"{PP} --gradient_accumulation_steps 2", 4, 1e-3),
         (
-            f"{TE} bf16 --max_steps 4",
+            f"{TE} bf16 --max_steps 3",
             f"{PP} --gradient_accumulation_steps 2 --sharding_mode hsdp --hsdp_shard_size 2",
             4,
             1e-3,
         ),
-        (f"{TE} fp16 --max_steps 4", PP, 2, 1e-3),
+        (f"{TE} fp16 --max_steps 3", PP, 2, 1e-3),
     ],
 )
 def test_tied_embeddings_and_clipping_and_copies_of_a_pipeline(
@@ -141,7 +141,7 @@ def test_tied_embeddings_and_clipping_and_copies_of_a_pipeline(
 
 
 def test_a_run_resumes_bit_for_bit_and_in_another_layout(reference, tmp_path):
-    flags = f"{FP8} delayed"
+    flags = f"{FP8} delayed --max_steps 4"
     whole = reference(flags)
     shared = train(tmp_path / "shared", f"{flags} {PP} --save_interval 2").folder
     assert saved(shared, 4).keys() == saved(whole, 4).keys()

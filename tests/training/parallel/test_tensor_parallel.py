@@ -22,7 +22,7 @@ from tests.training.parallel.jobs import saved
 from tests.training.parallel.test_multi_gpu import resume_in_layouts, same_run
 
 preload(__name__)
-TE = "--use_te --max_steps 4 --mixed_precision"
+TE = "--use_te --max_steps 3 --mixed_precision"
 TP = "--tensor_parallel_size 2 --sharding_mode"
 FP8 = f"{TE} fp8 --fp8_scenario"
 HEAD = "--fp8_lm_head"
@@ -89,7 +89,7 @@ def test_the_gradient_norm_counts_what_ranks_share_once(tmp_path):
 
 def test_a_checkpoint_resumes_bit_for_bit_and_in_another_layout(run, tmp_path):
     """Moments in blocks and scaling state follow: 4 ranks -> the same, one; one rank -> two."""
-    flags = f"{FP8} delayed {UNTIED} --moment_dtype fp8"
+    flags = f"{FP8} delayed {UNTIED} --moment_dtype fp8 --max_steps 4"
     layout = f"{TP} fsdp_full --batch_size 1"
     shared, whole = run(f"{flags} {layout}", ranks=4), run(flags)
     layouts = {
