@@ -22,6 +22,11 @@ SHARED = "--context_parallel_size 2 --sharding_mode"
 FP8 = f"{TE} fp8 --fp8_scenario"
 
 
+@pytest.fixture(scope="module")
+def model(small) -> str:
+    return small()
+
+
 @pytest.mark.parametrize(
     ("flags", "sharding", "ranks", "rel"),
     [
@@ -33,15 +38,16 @@ FP8 = f"{TE} fp8 --fp8_scenario"
     ],
 )
 def test_a_run_whose_ranks_share_sequences_is_that_of_one_rank(
-    flags, sharding, ranks, rel, reference, tmp_path
+    flags, sharding, ranks, rel, model, reference, tmp_path
 ):
+    flags = f"{flags} {model}"
     job = train(tmp_path / "run", f"{flags} {sharding}", ranks=ranks)
     same_run(job.folder, reference(flags), rel=rel)
     assert jobs.record(job.folder, "env.json")["cp_comm_type"] == "all_gather"
 
 
-def test_a_run_resumes_bit_for_bit_and_in_another_layout(reference, tmp_path):
-    flags = f"{TE} bf16"
+def test_a_run_resumes_bit_for_bit_and_in_another_layout(model, reference, tmp_path):
+    flags = f"{TE} bf16 {model}"
     shared = train(tmp_path / "shared", f"{flags} {SHARED} fsdp_full --save_interval 2").folder
     layouts = {
         "same": (shared, f"{SHARED} fsdp_full", 2),

@@ -1,6 +1,5 @@
 """Whole runs with tensor parallelism over gloo on the CPU, with emulated TE layers, against one rank."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError
 from fp8_suite.te_models.parallel.tensor_parallel import Region, TensorParallel
-from fp8_suite.te_models.presets import PRESETS
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.parallel.strategies import Strategy
@@ -17,7 +15,6 @@ from fp8_suite.training.precision.checks import check_part, check_tensor_paralle
 from torch import Tensor, nn
 
 from tests.children import preload, run_ranks
-from tests.training.parallel import jobs
 from tests.training.parallel.jobs import saved
 from tests.training.parallel.test_multi_gpu import resume_in_layouts, same_run
 
@@ -26,15 +23,19 @@ TE = "--use_te --max_steps 3 --mixed_precision"
 TP = "--tensor_parallel_size 2 --sharding_mode"
 FP8 = f"{TE} fp8 --fp8_scenario"
 HEAD = "--fp8_lm_head"
-UNTIED = "--model_name untied --init random --tokenizer_name demo"
+TIED, UNTIED, WIDE = "{tied}", "{untied}", "{wide}"
 
 
 @pytest.fixture(scope="module")
-def run(once, tmp_path_factory) -> Callable[..., Path]:
-    """Return a run with checkpoints, trained once for each set of flags; `untied` is a model."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(PRESETS["tiny-llama"] | {"tie_word_embeddings": False}))
-    return lambda flags, **ranks: once(f"{flags} --save_interval 2".replace("untied", str(folder)), **ranks)
+def models(small) -> dict[str, str]:
+    untied, full = {"tie_word_embeddings": False}, {"hidden_size": 256, "intermediate_size": 512}
+    return {"tied": small(), "untied": small(**untied), "wide": small(**untied, **full)}
+
+
+@pytest.fixture(scope="module")
+def run(once, models) -> Callable[..., Path]:
+    """Return a run of one of `models` with checkpoints, trained once for each set of flags."""
+    return lambda flags, **ranks: once(f"{flags} --save_interval 2".format(**models), **ranks)
 
 
 @pytest.mark.parametrize(
@@ -44,10 +45,20 @@ def run(once, tmp_path_factory) -> Callable[..., Path]:
         (f"{TE} bf16 --model_name tiny-qwen2 --recompute mlp", "fsdp_full", 2, 1e-3),
         (f"{TE} bf16 --model_name tiny-qwen3", "fsdp_grad --batch_size 1", 4, 1e-3),
         (f"{TE} bf16 {UNTIED}", "ddp --context_parallel_size 2 --recompute cheap", 4, 1e-3),
-        (f"{FP8} delayed --no_packing --recompute mlp", "fsdp_full --context_parallel_size 2", 4, 1e-2),
-        (f"{FP8} current --no_packing --recompute full", "ddp --batch_size 1", 4, 2e-2),
-        (f"{FP8} delayed {HEAD} {UNTIED}", "fsdp_full --recompute layer", 2, 1e-2),
-        (f"{FP8} delayed {HEAD} --gradient_accumulation_steps 2", "ddp --pipeline_parallel_size 2", 4, 1e-2),
+        (
+            f"{FP8} delayed {TIED} --no_packing --recompute mlp",
+            "fsdp_full --context_parallel_size 2",
+            4,
+            1e-2,
+        ),
+        (f"{FP8} current {TIED} --no_packing --recompute full", "ddp --batch_size 1", 4, 2e-2),
+        (f"{FP8} delayed {HEAD} {WIDE}", "fsdp_full --recompute layer", 2, 1e-2),
+        (
+            f"{FP8} delayed {HEAD} {TIED} --gradient_accumulation_steps 2",
+            "ddp --pipeline_parallel_size 2",
+            4,
+            1e-2,
+        ),
         (f"{FP8} block --model_name tiny-qwen3", "hsdp --hsdp_shard_size 1 --batch_size 1", 4, 1e-2),
     ],
 )
@@ -87,7 +98,7 @@ def test_the_gradient_norm_counts_what_ranks_share_once(tmp_path):
     run_ranks(compare_norms, tmp_path)
 
 
-def test_a_checkpoint_resumes_bit_for_bit_and_in_another_layout(run, tmp_path):
+def test_a_checkpoint_resumes_bit_for_bit_and_in_another_layout(run, models, tmp_path):
     """Moments in blocks and scaling state follow: 4 ranks -> the same, one; one rank -> two."""
     flags = f"{FP8} delayed {UNTIED} --moment_dtype fp8 --max_steps 4"
     layout = f"{TP} fsdp_full --batch_size 1"
@@ -97,8 +108,7 @@ def test_a_checkpoint_resumes_bit_for_bit_and_in_another_layout(run, tmp_path):
         "one": (shared, "", 1),
         "shared": (whole, f"{TP} ddp", 2),
     }
-    model = jobs.record(whole, "settings.json")["model_name"]
-    resume_in_layouts(tmp_path, flags.replace("untied", model), layouts, 1e-2)
+    resume_in_layouts(tmp_path, flags.format(**models), layouts, 1e-2)
 
 
 @pytest.mark.parametrize(
