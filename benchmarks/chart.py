@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import matplotlib
-from fp8_suite.benchmarks.records.launch import command_parser, run_command
+from fp8_suite.benchmarks.records.launch import as_command, command_parser
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.benchmarks.records.table import read_table
 from fp8_suite.benchmarks.report.figures import PALETTE, STYLE, draw_bars
@@ -66,7 +66,8 @@ def draw_loss(axes: Axes) -> None:
     axes.legend()
 
 
-def chart(argv: list[str]) -> int:
+@as_command
+def main(argv: list[str]) -> int:
     parser = command_parser("python -m benchmarks.chart", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="image to write, .svg or .png")
     target = parser.parse_args(argv).file
@@ -81,4 +82,4 @@ def chart(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(chart, sys.argv[1:]))
+    sys.exit(main())

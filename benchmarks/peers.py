@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fp8_suite.benchmarks.records.launch import add_number, command_parser, run_command
+from fp8_suite.benchmarks.records.launch import add_number, as_command, command_parser
 from fp8_suite.benchmarks.report import main as report
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.files import to_json
@@ -67,8 +67,9 @@ TE_WEIGHTS = {  # parameter of te.TransformerLayer -> transformers' modules whos
 # Shapes: N micro-batches of B sequences of S tokens, T = B * S, D hidden size, K head size, V vocabulary.
 
 
-def measure(argv: list[str]) -> int:
-    """Train, then write and report on the run folder."""
+@as_command
+def main(argv: list[str]) -> int:
+    """Train, then write and report on the run folder. Exit code 2 for a bad setting."""
     arguments = parse(argv)
     device = torch.device(arguments.device)
     if arguments.stack == "te" and (reason := why_not_te()):
@@ -279,11 +280,6 @@ def rates(arguments: argparse.Namespace, config: Any, step: float) -> dict[str, 
         "model_tflops_per_gpu": flops / step / 1e12,
         "mfu_bf16": flops / step / 1e12 / peak if peak else None,
     }
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the measurement. Exit code 2 for a bad setting."""
-    return run_command(measure, argv)
 
 
 if __name__ == "__main__":

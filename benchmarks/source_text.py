@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8_suite.benchmarks.records.launch import command_parser, run_command
+from fp8_suite.benchmarks.records.launch import as_command, command_parser
 from fp8_suite.core.errors import bad_setting
 
 PROG = "python -m benchmarks.source_text"
@@ -43,7 +43,9 @@ def texts(folders: list[str]) -> Iterator[str]:
             yield text
 
 
-def collect(argv: list[str]) -> int:
+@as_command
+def main(argv: list[str]) -> int:
+    """Collect the text. Exit codes: 0 done, 1 too little text, 2 bad setting."""
     parser = command_parser(PROG, __doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="new folder")
     parser.add_argument("--megabytes", type=float, required=True, metavar="X", help="text of the split train")
@@ -67,11 +69,6 @@ def collect(argv: list[str]) -> int:
         print(f"the folders have no more than that; {wanted / 1e6:.1f} MB were asked for", file=sys.stderr)
         return 1
     return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Collect the text. Exit codes: 0 done, 1 too little text, 2 bad setting."""
-    return run_command(collect, argv)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks.records.grid import Failures, GridRun, require_all_inputs, run_config, train_all
-from fp8_suite.benchmarks.records.launch import command_parser, is_finished, refuse_run_folder, run_command
+from fp8_suite.benchmarks.records.launch import as_command, command_parser, is_finished, refuse_run_folder
 from fp8_suite.benchmarks.records.runs import bad_input
 from fp8_suite.benchmarks.records.variants import (
     OWNED,
@@ -148,7 +148,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return split_flags(parser, argv)
 
 
-def sweep(argv: list[str]) -> int:
+@as_command
+def main(argv: list[str]) -> int:
+    """Run the sweep. Exit codes: 0 done, 1 a run failed or none finished, 2 bad setting, 75 interrupted."""
     args, training = parse(argv)
     file = read_sweep(args.sweep)
     common = file["base"] | given_settings(training, PROG)
@@ -198,11 +200,6 @@ def conclude(runs: list[GridRun], failures: Failures, folder: Path) -> int:
     for name, outcome in failures.items():
         print(f"- {name}: {'skipped' if outcome.refused else 'failed'}, {outcome.reason}")
     return reported or int(len(failures) > skipped or not finished)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the sweep. Exit codes: 0 done, 1 a run failed or none finished, 2 bad setting, 75 interrupted."""
-    return run_command(sweep, argv)
 
 
 if __name__ == "__main__":

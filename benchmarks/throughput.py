@@ -29,7 +29,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fp8_suite.benchmarks.records.launch import add_number, command_parser, launch, run_command
+from fp8_suite.benchmarks.records.launch import add_number, as_command, command_parser, launch
 from fp8_suite.benchmarks.records.variants import given_settings, split_flags
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.data.demo import TOKENIZER_DIR, read_demo
@@ -76,8 +76,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     return arguments, given_settings(training, PROG, OWNED)
 
 
-def measure(argv: list[str]) -> int:
-    """Run all repeats and report on them. Returns 0, or the exit code of the first failed run."""
+@as_command
+def main(argv: list[str]) -> int:
+    """Run all repeats and report on them. Exit codes: 0 done, 2 bad setting, or the first failed run's."""
     arguments, requested = parse(argv)
     import torch  # slow to import
 
@@ -154,11 +155,6 @@ def write_text(path: Path, *, rows: int, tokens: int) -> None:
     with path.open("w", encoding="utf-8") as file:
         for _ in range(rows):
             file.write("".join(draw.choices(words, k=tokens - ends)) + "\n")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the measurement. Exit codes: 0 done, 2 bad setting, or the failed run's."""
-    return run_command(measure, argv)
 
 
 if __name__ == "__main__":

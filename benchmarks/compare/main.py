@@ -12,7 +12,7 @@ from pathlib import Path
 from fp8_suite.benchmarks.compare.variant_runs import build_runs, check_before_start
 from fp8_suite.benchmarks.compare.verdict import conclude, exit_code, write_verdict
 from fp8_suite.benchmarks.records.grid import Failures, GridRun, train_all
-from fp8_suite.benchmarks.records.launch import add_number, command_parser, refuse_run_folder, run_command
+from fp8_suite.benchmarks.records.launch import add_number, as_command, command_parser, refuse_run_folder
 from fp8_suite.benchmarks.records.runs import RunRecord, read_run
 from fp8_suite.benchmarks.records.variants import VARIANTS, given_settings, parse_variants, split_flags
 from fp8_suite.benchmarks.report.judge import MAX_LOSS_GAP, Verdict
@@ -45,7 +45,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return split_flags(parser, argv)
 
 
-def compare(argv: list[str]) -> int:
+@as_command
+def main(argv: list[str]) -> int:
+    """Run the comparison. Exit codes: 0 no variant fails, 1 one fails, 2 bad setting, 75 interrupted."""
     args, training = parse(argv)
     folder, seeds = args.output_dir, {"paired_seeds": args.paired_seeds, "noise_seeds": args.noise_seeds}
     variants, common = parse_variants(args.variants), given_settings(training, PROG)
@@ -82,8 +84,3 @@ def _report(verdict: Verdict, runs: list[RunRecord], folder: Path, log: LogConfi
     if log.use_wandb:
         config = {"answer": verdict.answer, "max_loss_gap_percent": verdict.max_loss_gap}
         report.upload(folder, log, tables | {"verdict": verdict.table}, figures, config)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the comparison. Exit codes: 0 no variant fails, 1 one fails, 2 bad setting, 75 interrupted."""
-    return run_command(compare, argv)

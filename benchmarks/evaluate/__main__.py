@@ -2,5 +2,4 @@ import sys
 
 from fp8_suite.benchmarks.evaluate.main import main
 
-if __name__ == "__main__":
-    sys.exit(main())
+sys.exit(main())

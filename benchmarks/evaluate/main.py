@@ -14,7 +14,7 @@ from typing import Any
 from fp8_suite.benchmarks.evaluate.harness import find_tasks
 from fp8_suite.benchmarks.evaluate.targets import find_targets
 from fp8_suite.benchmarks.records.evaluation import Result, write_results
-from fp8_suite.benchmarks.records.launch import add_number, command_parser, run_command
+from fp8_suite.benchmarks.records.launch import add_number, as_command, command_parser
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.report.tables import Columns, Table, make_table, markdown
 from fp8_suite.core.cli import add_setting
@@ -54,7 +54,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     return args, {name: getattr(args, name) for name in DATA if hasattr(args, name)}
 
 
-def evaluate(argv: list[str]) -> int:
+@as_command
+def main(argv: list[str]) -> int:
+    """Evaluate and print the table. Exit codes: 0 done, 2 bad setting, 75 interrupted."""
     args, given = parse(argv)
     targets = find_targets(args.models, given)
     tasks = [task for task in args.tasks or () if task not in MEASURES]
@@ -111,8 +113,3 @@ def results_table(results: list[Result]) -> Table:
         "note": (lambda result: result.note, "{}"),
     }
     return make_table(columns, sorted(results, key=lambda result: order[result.measure]))
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Evaluate and print the table. Exit codes: 0 done, 2 bad setting, 75 interrupted."""
-    return run_command(evaluate, argv)

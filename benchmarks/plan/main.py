@@ -8,14 +8,13 @@ python -m benchmarks.plan --check
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from fp8_suite.benchmarks.plan.layouts import best_layouts, layout_flags, layouts_table
 from fp8_suite.benchmarks.plan.limits import limits_table
 from fp8_suite.benchmarks.plan.predict import Plan, alternatives, make_plan
-from fp8_suite.benchmarks.records.launch import command_parser, run_command
+from fp8_suite.benchmarks.records.launch import add_number, as_command, command_parser
 from fp8_suite.benchmarks.records.variants import given_settings, split_flags
 from fp8_suite.benchmarks.report.tables import markdown
 from fp8_suite.core.errors import UserError, bad_setting, counted
@@ -43,7 +42,7 @@ GPU_FLAGS = {
     "memory_tbs": ("memory_bandwidth", 1e12, "for another GPU: memory bandwidth in TB/s"),
     "link_gbs": ("link_bandwidth", 1e9, "for another GPU: NVLink or PCIe bandwidth in GB/s, one direction"),
 }
-LARGEST = 1e18  # number in a flag
+SMALLEST = 1e-9  # number in a flag
 DISK_GBS = 1.0  # rate of writing checkpoints, if only --save_interval is given
 COLUMNS = (
     *("GPUs", "mode", "peak GB", "largest micro-batch"),
@@ -257,55 +256,38 @@ def _refuse_architecture(name: str, cfg: Config) -> None:
             raise bad_setting(f"needs a GPU of {', '.join(able)}", **setting, gpu=name)
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < LARGEST:
-        raise argparse.ArgumentTypeError(f"{text}: must be a positive number below {LARGEST:g}")
-    return value
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return int(text)
-
-
 def _counts(text: str) -> list[int]:
-    return list(dict.fromkeys(_whole(part.strip()) for part in text.split(",")))
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not part.isdecimal() or not int(part):
+            raise argparse.ArgumentTypeError(f"{part!r}: must be a whole number of at least 1")
+    return list(dict.fromkeys(map(int, parts)))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the plan's own flags, without the training flags."""
     parser = command_parser(PROG, __doc__, trains=True)
-    add: Any = parser.add_argument
+    add, number = parser.add_argument, partial(add_number, parser, kind=float, least=SMALLEST)
     gpus = "numbers of GPUs to plan for (default: 1,8,64,512,4096)"
     add("--gpus", type=_counts, default=[1, 8, 64, 512, 4096], metavar="N,N,...", help=gpus)
-    add("--gpus_per_node", type=_whole, default=8, metavar="N", help="GPUs per node (default: 8)")
+    add_number(parser, "gpus_per_node", 8, "GPUs per node")
     add("--gpu", default="H200", metavar="NAME", help=f"{', '.join(PLANNED)} (default: H200)")
     for flag, (_, _, text) in GPU_FLAGS.items():
-        add(f"--{flag}", type=_positive, metavar="X", help=text)
-    network = "network bandwidth per GPU in GB/s, one direction (default: 50, or 400 Gbit/s; assumed by auto)"
-    add("--network_gbs", type=_positive, default=NETWORK_BANDWIDTH / 1e9, metavar="X", help=network)
+        number(flag, None, text)
+    network = "network bandwidth per GPU in GB/s, one direction; 50 are 400 Gbit/s; assumed by auto"
+    number("network_gbs", NETWORK_BANDWIDTH / 1e9, network)
     best = "find the fastest layout and --batch_size with this --global_batch_size; sizes above 1 are kept"
     add("--best_layout", action="store_true", help=best)
     disk = "disk bandwidth of all nodes in GB/s; adds a column with goodput (default with --save_interval: 1"
-    add("--disk_gb_per_second", type=_positive, metavar="X", help=f"{disk}; 2.6 on an H100 host)")
-    tokens = "training tokens, such as 15e12; adds a column with days"
-    add("--tokens", type=_positive, metavar="X", help=tokens)
-    price = "price in any currency; adds a column with the cost of --tokens"
-    add("--price_per_gpu_hour", type=_positive, metavar="X", help=price)
+    number("disk_gb_per_second", None, f"{disk}; 2.6 on an H100 host)")
+    number("tokens", None, "training tokens, such as 15e12; adds a column with days")
+    number("price_per_gpu_hour", None, "price in any currency; adds a column with the cost of --tokens")
     add("--check", action="store_true", help="compare predictions with recorded runs instead")
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the plan and return the exit code: 2 for a bad setting."""
-    return run_command(_print_plan, argv)
-
-
-def _print_plan(argv: list[str]) -> int:
+@as_command
+def main(argv: list[str]) -> int:
+    """Print the plan. Exit codes: 0 done, 2 bad setting."""
     print(run(argv), flush=True)
     return 0

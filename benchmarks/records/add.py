@@ -8,13 +8,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fp8_suite.benchmarks.records.launch import command_parser, run_command
+from fp8_suite.benchmarks.records.launch import as_command, command_parser
 from fp8_suite.benchmarks.records.runs import find_runs, read_run
 from fp8_suite.benchmarks.records.table import RECORD, TABLE, add_record, add_runs
 from fp8_suite.core.errors import counted
 
 
-def add(argv: list[str]) -> int:
+@as_command
+def main(argv: list[str]) -> int:
+    """Add runs. Exit codes: 0 done, 2 a folder is not a run folder."""
     parser = command_parser("python -m benchmarks.records.add", __doc__)
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder that contains runs"
@@ -38,11 +40,6 @@ def add(argv: list[str]) -> int:
         add_record(folder, args.study, args.table)
     print(f"added {counted(len(folders), 'run')} to study {args.study} in {args.table}")
     return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Add runs and return the exit code: 2 if a folder is not a run folder."""
-    return run_command(add, argv)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import math
 import os
 import shlex
@@ -65,19 +66,24 @@ class Outcome:
         return f"{self.error or self.last_line or 'no output'} (exit code {self.code})"
 
 
-def run_command(work: Callable[[list[str]], int], argv: list[str] | None) -> int:
-    """Run a benchmark's command line and return its exit code; print an error as one line."""
-    try:
-        return work(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt as stop:
-        print(f"{str(stop) or 'interrupted'}; run the same command to resume", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # a reader such as `head` closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", EXIT_BAD_SETTING)
+def as_command(work: Callable[[list[str]], int]) -> Callable[[list[str] | None], int]:
+    """Decorate a benchmark's main function: it reads sys.argv by default, and an error is one line."""
+
+    @functools.wraps(work)
+    def main(argv: list[str] | None = None) -> int:
+        try:
+            return work(sys.argv[1:] if argv is None else argv)
+        except KeyboardInterrupt as stop:
+            print(f"{str(stop) or 'interrupted'}; run the same command to resume", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        except BrokenPipeError:  # a reader such as `head` closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        except (UserError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return getattr(error, "exit_code", EXIT_BAD_SETTING)
+
+    return main
 
 
 def command_parser(prog: str, description: str, *, trains: bool = False) -> OneLineParser:
@@ -94,17 +100,17 @@ def add_number(
     text: str,
     *,
     kind: type = int,
-    least: int = 1,
+    least: float = 1,
 ) -> None:
     """Add a flag for a finite number of at least `least`, with its default in the help."""
 
     def convert(word: str) -> float:
         if not least <= (value := kind(word)) < math.inf:
-            raise bad_setting(f"must be at least {least}", **{name: word})
+            raise bad_setting(f"must be at least {least:g}", **{name: word})
         return value
 
     convert.__name__ = kind.__name__  # which argparse names in errors
-    shown = text if default is None else f"{text} (default: {default})"
+    shown = text if default is None else f"{text} (default: {default:g})"
     metavar = "N" if kind is int else "X"
     parser.add_argument(f"--{name}", type=convert, default=default, metavar=metavar, help=shown)
 

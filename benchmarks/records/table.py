@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from fp8_suite.benchmarks.records.runs import NO_EFFECT, RunRecord, Series, with_numbers
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.files import replace_file, to_json
+from fp8_suite.core.hub import is_path
 from fp8_suite.core.readers import read_json
 from fp8_suite.training.tracking.metrics import METRICS
 
@@ -77,11 +77,6 @@ def add_record(folder: Path, study: str, path: Path = TABLE) -> None:
     name = folder.resolve().name
     rows[study, name] = {"study": study, "name": name, **read_json(folder / RECORD), "remarks": {}}
     _write_rows(rows, path)
-
-
-def is_path(model_name: str) -> bool:
-    """True unless it has the form of a preset or hub id, such as tiny-llama or meta-llama/Llama-3.2-1B."""
-    return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model_name) is None
 
 
 def to_row(run: RunRecord, study: str, model_name: str) -> Row:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from fp8_suite.benchmarks.records.launch import command_parser, run_command
+from fp8_suite.benchmarks.records.launch import as_command, command_parser
 from fp8_suite.benchmarks.records.runs import RunRecord, bad_input, find_runs, read_run
 from fp8_suite.benchmarks.records.table import read_table, read_texts
 from fp8_suite.benchmarks.report import figures, page
@@ -102,7 +102,9 @@ def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecor
     return records, runs[reference.resolve()] if reference else pick_reference(records)
 
 
-def report(argv: list[str]) -> int:
+@as_command
+def main(argv: list[str]) -> int:
+    """Write the report. Exit codes: 0 done, 2 a folder is not a run folder."""
     parser = command_parser("python -m benchmarks.report", __doc__)
     parser.add_argument(
         "runs", nargs="*", type=Path, metavar="RUN", help="run folder, or a folder that contains runs"
@@ -141,8 +143,3 @@ def report(argv: list[str]) -> int:
         )
         upload(target, cfg, tables, drawn)
     return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Write the report and return the exit code: 2 if a folder is not a run folder."""
-    return run_command(report, argv)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks import throughput
-from fp8_suite.benchmarks.records.launch import add_number, command_parser, run_command
+from fp8_suite.benchmarks.records.launch import add_number, as_command, command_parser
 from fp8_suite.benchmarks.records.variants import given_settings, split_flags
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.signals import stop_with_parent
@@ -50,8 +50,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     return arguments, throughput.DEFAULTS | requested | FIXED
 
 
-def measure(argv: list[str]) -> int:
-    """Measure in this process, which may be one rank of several. Returns the exit code."""
+@as_command
+def main(argv: list[str]) -> int:
+    """Measure in this process, which may be a rank. Exit codes: 0 done, 2 bad setting, or as in training."""
     started = time.perf_counter()
     arguments, settings = parse(argv)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
@@ -71,8 +72,3 @@ def measure(argv: list[str]) -> int:
 
         work = partial(measure_saves, repeats=arguments.repeats, steps=arguments.steps)
         return train([], description="", start=join_torchrun, started=started, cfg=cfg, work=work)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the measurement. Exit codes: 0 done, 2 bad setting, or as in training."""
-    return run_command(measure, argv)

@@ -1,6 +1,6 @@
 """The README's chart."""
 
-from fp8_suite.benchmarks.chart import BARS, STUDY, chart
+from fp8_suite.benchmarks.chart import BARS, STUDY, main
 from fp8_suite.benchmarks.records.table import read_table
 from fp8_suite.core.packages import ROOT
 
@@ -15,7 +15,7 @@ def test_the_bars_are_runs_of_the_same_work():
 
 
 def test_the_shipped_chart_shows_the_recorded_rates(tmp_path):
-    assert chart([str(tmp_path / "chart.svg")]) == 0
+    assert main([str(tmp_path / "chart.svg")]) == 0
     rates = (
         "10,901",
         "11,536 (1.06x)",

@@ -6,10 +6,11 @@ import math
 import pytest
 from fp8_suite.benchmarks.records import add
 from fp8_suite.benchmarks.records.runs import read_run
-from fp8_suite.benchmarks.records.table import MAX_POINTS, TABLE, is_path, read_table, thin
+from fp8_suite.benchmarks.records.table import MAX_POINTS, TABLE, read_table, thin
 from fp8_suite.benchmarks.report import main as report
 from fp8_suite.benchmarks.report.tables import report_tables
 from fp8_suite.core.errors import UserError
+from fp8_suite.core.hub import is_path
 
 from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, append, write_run
 
