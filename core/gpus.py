@@ -83,12 +83,6 @@ def planned_gpu(device_name: str) -> Gpu | None:
     return gpu if gpu and gpu.memory_gb else None
 
 
-def find_gpu(name: str) -> str | None:
-    """Return the key in PLANNED for a name, ignoring case and "NVIDIA"; None if unknown."""
-    model = name.upper().removeprefix("NVIDIA").strip()
-    return next((key for key in PLANNED if key.upper() == model), None)
-
-
 def peak_tflops(device_name: str, precision: Literal["bf16", "fp8"]) -> float | None:
     """Return the dense peak of one GPU in TFLOP/s; None for an unknown GPU or an unsupported precision."""
     gpu = installed_gpu(device_name)

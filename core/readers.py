@@ -39,11 +39,7 @@ def parse_json(text: str | bytes) -> Any:
     """Return a JSON text's content. ValueError with one line if it is invalid."""
     try:
         return json.loads(text)
-    except RecursionError:
-        raise ValueError("not valid JSON: nested too deeply") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(_not_utf8(error)) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {first_line(error)}" if text.strip() else "is empty") from None
 
 
@@ -62,9 +58,7 @@ def read_yaml(path: Path) -> Any:
         text = text.expandtabs()  # YAML allows no tabs
     try:
         return yaml.load(text, YamlLoader)
-    except RecursionError:
-        raise unreadable(path, "not valid YAML: nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         fault = f"{error.problem} (line {mark.line + 1})" if mark else first_line(error)
         raise unreadable(path, f"not valid YAML: {fault}") from None
@@ -77,11 +71,8 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise unreadable(path, error.strerror or str(error)) from None
     except UnicodeDecodeError as error:
-        raise unreadable(path, _not_utf8(error)) from None
-
-
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x})"
+        reason = f"not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x})"
+        raise unreadable(path, reason) from None
 
 
 class YamlLoader(yaml.SafeLoader):

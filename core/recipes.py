@@ -82,10 +82,6 @@ def _delayed(cfg: Any, te: Any) -> Any:
     )
 
 
-def _current(cfg: Any, te: Any) -> Any:
-    return te.Float8CurrentScaling(fp8_format=te.Format[cfg.fp8_format.upper()])
-
-
 def _block(cfg: Any, te: Any) -> Any:
     if not cfg.fp8_fp32_scales:
         return te.Float8BlockScaling()
@@ -98,7 +94,6 @@ def _block(cfg: Any, te: Any) -> Any:
 
 
 _PER_TENSOR = frozenset({"fp8_format", "fp8_fast_accumulation"})
-_DELAYED = frozenset({"fp8_amax_history_len"})
 _FP32_SCALES = frozenset({"fp8_fp32_scales"})
 
 # Costs. GEMM shares: from TE's FP8 GEMMs (252 ms for 343 TFLOP; block in 161 ms where delayed took 143), and
@@ -115,7 +110,7 @@ _FP32_SCALES = frozenset({"fp8_fp32_scales"})
 # TE row is the fallback.
 RECIPES: dict[str, RecipeSpec] = {
     "delayed": RecipeSpec(
-        settings=_PER_TENSOR | _DELAYED,
+        settings=_PER_TENSOR | {"fp8_amax_history_len"},
         stateful=True,
         fp8_weights=True,
         frozen_fp8_weights=True,
@@ -130,7 +125,7 @@ RECIPES: dict[str, RecipeSpec] = {
         fp8_weights=True,
         frozen_fp8_weights=True,
         te_class="Float8CurrentScaling",
-        make=_current,
+        make=lambda cfg, te: te.Float8CurrentScaling(fp8_format=te.Format[cfg.fp8_format.upper()]),
         probe="is_fp8_available",
         costs=StepCosts(gemm_share=0.69, cast_bytes=6, ffn_bytes_saved=1, weight_copies=2, gathers_rows=True),
     ),

@@ -18,7 +18,7 @@ from fp8_suite.benchmarks.records.launch import add_number, as_command, command_
 from fp8_suite.benchmarks.records.variants import given_settings, split_flags
 from fp8_suite.benchmarks.report.tables import markdown
 from fp8_suite.core.errors import UserError, bad_setting, counted
-from fp8_suite.core.gpus import PLANNED, Gpu, find_gpu
+from fp8_suite.core.gpus import PLANNED, Gpu
 from fp8_suite.core.recipes import RECIPES, costs_of
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config, parse_config
@@ -232,7 +232,8 @@ def read_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
     """Return the GPU that the flags describe. UserError if it cannot run the recipe."""
     values = {flag: getattr(args, flag) for flag in GPU_FLAGS}
     fields = {GPU_FLAGS[flag][0]: value * GPU_FLAGS[flag][1] for flag, value in values.items() if value}
-    if name := find_gpu(args.gpu):
+    model = args.gpu.upper().removeprefix("NVIDIA").strip()
+    if name := next((key for key in PLANNED if key.upper() == model), None):
         gpu = PLANNED[name]._replace(**fields)
         if cfg.precision.mixed_precision == "fp8":
             if gpu.fp8_tflops is None:

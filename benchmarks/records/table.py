@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fp8_suite.benchmarks.records.runs import NO_EFFECT, RunRecord, Series, with_numbers
+from fp8_suite.benchmarks.records.runs import NO_EFFECT, RunRecord, Series, read_run, with_numbers
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.files import replace_file, to_json
 from fp8_suite.core.hub import is_path
@@ -53,30 +53,27 @@ def _read_study(study: str | None, path: Path) -> list[Row]:
     return selected
 
 
-def add_runs(runs: list[RunRecord], study: str, path: Path = TABLE, *, model_name: str | None = None) -> None:
-    """Add runs to the table; a run replaces the row with the same study and name.
+def add_runs(folders: list[Path], study: str, path: Path = TABLE, *, model_name: str | None = None) -> None:
+    """Add run folders to the table, as a text if they have a record.json.
 
-    `model_name` names a model that was trained from a folder. UserError if it is missing, or if two of the
-    runs have one name, because one of them would be lost.
+    A run replaces the row with the same study and name. `model_name` names a model that was trained from a
+    folder. UserError if it is missing, or if two runs have one name, because one of them would be lost.
     """
-    folders: dict[str, Path] = {}
+    by_name: dict[str, Path] = {}
     rows = {(row["study"], row["name"]): row for row in _read_rows(path)}
-    for run in runs:
-        if (first := folders.setdefault(run.name, run.folder)) != run.folder:
-            raise bad_setting(f"{first} and {run.folder} have one name; use a study for each", study=study)
-        name = model_name or run.value("model_name")
-        if is_path(name):
-            raise bad_setting(f"{run.folder} trained a model from a folder; name it", model_name=name)
-        rows[study, run.name] = to_row(run, study, name)
-    _write_rows(rows, path)
-
-
-def add_record(folder: Path, study: str, path: Path = TABLE) -> None:
-    """Add the record.json of a run folder as a text; it replaces the row with the same study and name."""
-    rows = {(row["study"], row["name"]): row for row in _read_rows(path)}
-    name = folder.resolve().name
-    rows[study, name] = {"study": study, "name": name, **read_json(folder / RECORD), "remarks": {}}
-    _write_rows(rows, path)
+    for folder in folders:
+        name = folder.resolve().name
+        if (first := by_name.setdefault(name, folder)) != folder:
+            raise bad_setting(f"{first} and {folder} have one name; use a study for each", study=study)
+        if (folder / RECORD).exists():
+            rows[study, name] = {"study": study, "name": name, **read_json(folder / RECORD), "remarks": {}}
+            continue
+        run = read_run(folder)
+        model = model_name or run.value("model_name")
+        if is_path(model):
+            raise bad_setting(f"{folder} trained a model from a folder; name it", model_name=model)
+        rows[study, name] = to_row(run, study, model)
+    replace_file(path, gzip.compress(b"".join(to_json(row) + b"\n" for row in rows.values()), mtime=0))
 
 
 def to_row(run: RunRecord, study: str, model_name: str) -> Row:
@@ -123,10 +120,6 @@ def thin(series: Series, *, average: bool) -> Series:
 
 def _columns(series: Series) -> list[list[float]]:
     return [[step for step, _ in series], [float(f"{value:.{DIGITS}g}") for _, value in series]]
-
-
-def _write_rows(rows: dict[tuple[str, str], Row], path: Path) -> None:
-    replace_file(path, gzip.compress(b"".join(to_json(row) + b"\n" for row in rows.values()), mtime=0))
 
 
 def _read_rows(path: Path) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
@@ -35,11 +36,12 @@ def differences(run: RunRecord, reference: RunRecord, *, experiment: bool = Fals
     pairs["sequences per step"] = run.global_batch, reference.global_batch
     if all(run.setting(name) == reference.setting(name) for name in ("tokenizer_name", "seed")):
         for part in ("train", "eval") if experiment else ("train",):
-            prints = fingerprint(run, part), fingerprint(reference, part)
+            data = [r.environment.get("data") or {} for r in (run, reference)]
+            prints = tuple((of_run.get(part) or {}).get("fingerprint") for of_run in data)
             pairs |= {f"{part} samples": prints} if all(prints) else {}
         counts = ("steps", "label_tokens", "eval_label_tokens") if experiment else ()
         pairs |= {name: (run.value(name), reference.value(name)) for name in counts}
-        losses = initial_loss(run), initial_loss(reference)
+        losses = tuple(dict(r.series("eval/loss")).get(0) for r in (run, reference))
         if experiment and None not in losses:
             names = ("use_te", "mixed_precision", "recipe")
             same = all(run.value(name) == reference.value(name) for name in names)
@@ -48,16 +50,6 @@ def differences(run: RunRecord, reference: RunRecord, *, experiment: bool = Fals
     return [
         f"{name} {value} instead of {wanted}" for name, (value, wanted) in pairs.items() if value != wanted
     ]
-
-
-def fingerprint(run: RunRecord, part: str) -> str | None:
-    """Return the fingerprint of the `train` or `eval` samples; None if it was not recorded."""
-    return ((run.environment.get("data") or {}).get(part) or {}).get("fingerprint")
-
-
-def initial_loss(run: RunRecord) -> float | None:
-    """Return the evaluation loss before the first step; None if not evaluated."""
-    return dict(run.series("eval/loss")).get(0)
 
 
 def pick_reference(runs: list[RunRecord]) -> RunRecord:
@@ -137,6 +129,13 @@ def loss_gap(run: RunRecord, reference: RunRecord) -> Series:
     return [(step, loss / baseline[step] - 1) for step, loss in smoothed(run).items() if baseline.get(step)]
 
 
+def common_losses(run: RunRecord, baseline: RunRecord) -> tuple[list[int], list[float], list[float]]:
+    """Return the steps at which both runs logged finite training losses, and the losses of each."""
+    losses, bases = dict(run.series("train/loss")), dict(baseline.series("train/loss"))
+    steps = sorted(losses.keys() & bases.keys())
+    return steps, [losses[step] for step in steps], [bases[step] for step in steps]
+
+
 def final_gap(run: RunRecord, baseline: RunRecord) -> float | None:
     """Return the relative gap of the mean losses over the last 10 % of common steps.
 
@@ -144,10 +143,8 @@ def final_gap(run: RunRecord, baseline: RunRecord) -> float | None:
     """
     if not (ends_finite(run) and ends_finite(baseline)):
         return None
-    losses, baseline_losses = dict(run.series("train/loss")), dict(baseline.series("train/loss"))
-    steps = sorted(losses.keys() & baseline_losses.keys())
-    base = tail_mean([baseline_losses[step] for step in steps]) if steps else 0.0
-    return tail_mean([losses[step] for step in steps]) / base - 1 if base else None
+    _, losses, bases = common_losses(run, baseline)
+    return tail_mean(losses) / base - 1 if losses and (base := tail_mean(bases)) else None
 
 
 def window_gaps(run: RunRecord, baseline: RunRecord, windows: int) -> dict[tuple[int, int], float]:
@@ -155,16 +152,15 @@ def window_gaps(run: RunRecord, baseline: RunRecord, windows: int) -> dict[tuple
 
     Empty if there are fewer common steps with losses than windows.
     """
-    losses, baseline_losses = dict(run.series("train/loss")), dict(baseline.series("train/loss"))
-    steps = sorted(losses.keys() & baseline_losses.keys())
+    steps, *curves = common_losses(run, baseline)
     if len(steps) < windows:
         return {}
     ends = [steps[-1] * number // windows for number in range(windows + 1)]
     gaps = {}
     for before, end in pairwise(ends):
-        inside = [step for step in steps if before < step <= end]
-        if inside:
-            mean, base = (fmean(curve[step] for step in inside) for curve in (losses, baseline_losses))
+        inside = slice(bisect_right(steps, before), bisect_right(steps, end))
+        if steps[inside]:
+            mean, base = (fmean(curve[inside]) for curve in curves)
             gaps[before + 1, end] = mean / base - 1
     return gaps
 

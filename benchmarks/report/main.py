@@ -106,15 +106,11 @@ def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecor
 def main(argv: list[str]) -> int:
     """Write the report. Exit codes: 0 done, 2 a folder is not a run folder."""
     parser = command_parser("python -m benchmarks.report", __doc__)
-    parser.add_argument(
-        "runs", nargs="*", type=Path, metavar="RUN", help="run folder, or a folder that contains runs"
-    )
-    parser.add_argument(
-        "--study", metavar="NAME", help="report on a recorded study of benchmarks/results instead"
-    )
-    reference = (
-        "run whose losses the others are compared with (default: the first BF16 run, else the first run)"
-    )
+    runs = "run folder, or a folder that contains runs"
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=runs)
+    study = "report on a recorded study of benchmarks/results instead"
+    parser.add_argument("--study", metavar="NAME", help=study)
+    reference = "run to compare the other runs' losses with (default: the first BF16 run, else the first run)"
     parser.add_argument("--reference", type=Path, metavar="RUN", help=reference)
     output = "folder for figures and report.html (default: the run folder; required for several runs)"
     parser.add_argument("--output_dir", type=Path, metavar="DIR", help=output)
@@ -137,9 +133,6 @@ def main(argv: list[str]) -> int:
         raise bad_input("--use_wandb: several runs need --output_dir; add it")
     tables, drawn = write(runs, reference, target)
     if args.use_wandb:
-        cfg = LogConfig(
-            use_wandb=True,
-            wandb_project=reference.setting("wandb_project"),
-        )
-        upload(target, cfg, tables, drawn)
+        project = reference.setting("wandb_project")
+        upload(target, LogConfig(use_wandb=True, wandb_project=project), tables, drawn)
     return 0

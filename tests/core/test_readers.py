@@ -13,7 +13,7 @@ from fp8_suite.training.config import load_config_file
 from fp8_suite.training.parallel.settings import read_deepspeed_config
 
 DAMAGED = {  # content -> word of the reason
-    "nested": (b"[" * 100_000, "nested too deeply"),
+    "nested": (b"[" * 100_000, "not valid JSON: maximum recursion"),
     "cut": (b'{"a": ', "not valid"),
     "UTF-16": ('{"a": 1}'.encode("utf-16"), "not UTF-8"),
     "Latin-1": ('{"a": "\u00e9"}'.encode("latin-1"), "not UTF-8"),
