@@ -33,7 +33,7 @@ def llama() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("precision", "micro_batches"), [*((precision, 1) for precision in STACKS["torchao"]), ("bf16", 3)]
+    ("precision", "micro_batches"), [(name, 3 if name == "bf16" else 1) for name in STACKS["torchao"]]
 )
 def test_a_peer_trains_and_records_its_rates(precision, micro_batches, tmp_path):
     sizes = "--model_name tiny-llama --max_seq_length 64 --batch_size 2 --steps 7"
