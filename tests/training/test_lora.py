@@ -26,9 +26,14 @@ SHARDED += " --save_interval 2 --gradient_accumulation_steps 2 --max_steps 4"
 
 
 @pytest.fixture(scope="module")
-def on_one_device(tmp_path_factory) -> Path:
+def sharded(small) -> str:
+    return f"{SHARDED} {small()}"
+
+
+@pytest.fixture(scope="module")
+def on_one_device(sharded, tmp_path_factory) -> Path:
     """Four steps on one device with the global batch of two ranks."""
-    return train(tmp_path_factory.mktemp("one") / "run", f"{SHARDED} --batch_size 4")
+    return train(tmp_path_factory.mktemp("one") / "run", f"{sharded} --batch_size 4")
 
 
 @pytest.mark.parametrize(
@@ -39,14 +44,14 @@ def on_one_device(tmp_path_factory) -> Path:
         ("hsdp --hsdp_shard_size 2 --batch_size 1", 4),
     ],
 )
-def test_the_sharding_mode_does_not_change_the_run(sharding, ranks, on_one_device, tmp_path):
+def test_the_sharding_mode_does_not_change_the_run(sharding, ranks, sharded, on_one_device, tmp_path):
     one, folder = on_one_device, tmp_path / "run"
-    train_on_ranks(folder, f"{SHARDED} --sharding_mode {sharding}", ranks=ranks)
+    train_on_ranks(folder, f"{sharded} --sharding_mode {sharding}", ranks=ranks)
     for name, tolerance in {"train/loss": 2e-3, "train/grad_norm": 1e-2, "eval/loss": 2e-3}.items():
         assert curve(folder, name) == pytest.approx(curve(one, name), rel=tolerance)
     if "fsdp_full" in sharding:
         point = f"--batch_size 4 --resume {folder}/checkpoints/step_000002"
-        resumed = train(tmp_path / "resumed", f"{SHARDED} {point}")
+        resumed = train(tmp_path / "resumed", f"{sharded} {point}")
         assert curve(resumed) == pytest.approx(rest(one, 2), rel=2e-3)
     state = saved(folder, 4)
     assert state.keys() == saved(one, 4).keys() and all(".lora_" in name for name in state)
@@ -56,8 +61,10 @@ def test_the_sharding_mode_does_not_change_the_run(sharding, ranks, on_one_devic
     "layers",
     [f"{TE} {FP8} --fp8_scenario delayed", f"{TE} {FP8} --fp8_scenario block --recompute mlp", FP8],
 )
-def test_a_run_resumes_bit_for_bit(layers, tmp_path):
-    flags = f"{LORA} {layers} --lora_dropout 0.1 --save_interval 4 --fp8_stats_interval 3 --no_compile"
+def test_a_run_resumes_bit_for_bit(layers, small, tmp_path):
+    flags = (
+        f"{LORA} {layers} {small()} --lora_dropout 0.1 --save_interval 4 --fp8_stats_interval 3 --no_compile"
+    )
     whole = train(tmp_path / "whole", flags)
     resumed = train(tmp_path / "resumed", f"{flags} --resume {whole}/checkpoints/step_000004")
     losses = curve(whole)

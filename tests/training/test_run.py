@@ -165,11 +165,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(finished, tmp_pat
     assert all(meta[name] == remeta[name] for name in ("loader", "optimizer_steps"))
 
 
-def test_a_run_whose_batch_grows_resumes_bit_by_bit_at_any_step(tmp_path):
+def test_a_run_whose_batch_grows_resumes_bit_by_bit_at_any_step(small, tmp_path):
     """Micro-batches per step: 1 in four steps, 2 in two, then 4; delayed scaling follows them."""
-    flags = (
-        "--batch_ramp '256:0 512:1Ki 1Ki:2Ki' --use_te --mixed_precision fp8 --lr_scheduler wsd --no_export"
-    )
+    flags = f"--batch_ramp '256:0 512:1Ki 1Ki:2Ki' --use_te --mixed_precision fp8 --no_export {small()}"
+    flags += " --lr_scheduler wsd"
     whole = train(tmp_path / "whole", f"{flags} --save_interval 3")
     assert list(curve(whole, "train/tokens_per_step").values()) == [256] * 4 + [512] * 2 + [1024] * 3
     summary, last = record(whole, "summary.json"), len(curve(whole))
@@ -198,8 +197,8 @@ def test_a_run_in_fp16_follows_fp32_and_resumes_bit_by_bit_with_its_loss_scale(t
     assert states[1]["progress"]["loss_scale"] == states[0]["progress"]["loss_scale"]
 
 
-def test_te_layers_are_restored_without_loading_the_model_s_weights_first(tmp_path, monkeypatch):
-    flags = "--use_te --mixed_precision fp8 --max_steps 4 --save_interval 2 --no_export"
+def test_te_layers_are_restored_without_loading_the_model_s_weights_first(small, tmp_path, monkeypatch):
+    flags = f"--use_te --mixed_precision fp8 --max_steps 4 --save_interval 2 --no_export {small()}"
     first = train(tmp_path / "first", flags)
     monkeypatch.setattr(build, "load_te", pytest.fail)
     again = train(tmp_path / "again", f"{flags} --resume {first}/checkpoints/step_000002")

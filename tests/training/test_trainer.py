@@ -178,17 +178,6 @@ def weight(made) -> torch.Tensor:
     return made.stack.wrapped.table.weight.detach().clone()
 
 
-def clock(monkeypatch):
-    """A clock that only moves when told to; returns the function that moves it."""
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-
-    def advance(seconds):
-        now[0] += seconds
-
-    return advance
-
-
 class Poisoned(Bigram):
     """Multiplies the loss by `value` at chosen calls."""
 
@@ -430,9 +419,8 @@ def test_evaluations_and_saves_happen_when_due_and_once_at_the_end():
 
 
 @pytest.mark.parametrize("save_seconds", [0, 90])
-def test_a_timed_save_is_due_after_a_minute_of_training_and_once_at_the_end(save_seconds, monkeypatch):
+def test_a_timed_save_is_due_after_a_minute_of_training_and_once_at_the_end(save_seconds, advance):
     """20 s a step: every fourth begins a minute after the last save, however long that took."""
-    advance = clock(monkeypatch)
     saver = Saver(on_save=lambda: advance(save_seconds))
     due = {"save_interval": "1m", "eval_interval": 6, "log_interval": 5}
     made, _ = trainer(total_steps=16, eval_batches=[to_batch(rows(2))], saver=saver, **due)
@@ -494,9 +482,8 @@ def test_the_meter_by_hand():
         assert meter.read(lambda counts: counts, lambda times: times, warm=True) == pytest.approx(expected)
 
 
-def test_rates_count_every_second_of_a_step_and_none_of_evaluation_and_saving(monkeypatch):
+def test_rates_count_every_second_of_a_step_and_none_of_evaluation_and_saving(advance):
     """2 s a step (4 s in the first three), 100 s an evaluation, 1,000 s a save."""
-    advance = clock(monkeypatch)
 
     class SlowEvaluation(ListLoader):
         def __iter__(self):
@@ -519,9 +506,8 @@ def test_rates_count_every_second_of_a_step_and_none_of_evaluation_and_saving(mo
     assert record.series("perf/tokens_per_wall_second")[-1] == 8 * 48 / 2323.0
 
 
-def test_data_wait_excludes_step_and_logging_time(monkeypatch):
+def test_data_wait_excludes_step_and_logging_time(advance):
     """3 s a batch, 1 s a step, 4 s a log line; the first batch belongs to no step."""
-    advance = clock(monkeypatch)
 
     class SlowList(list):
         def __iter__(self):

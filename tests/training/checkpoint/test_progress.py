@@ -7,18 +7,6 @@ import pytest
 from fp8_suite.training.checkpoint.progress import Progress, WallTime
 
 
-@pytest.fixture
-def advance(monkeypatch):
-    """A clock that only moves when told to; the function that moves it."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def advance(seconds):
-        now[0] += seconds
-
-    return advance
-
-
 def launch(folder, meta=None) -> WallTime:
     """Start a launch that resumes from a checkpoint's metadata, if any, on two GPUs."""
     progress = Progress.from_meta(meta) if meta else Progress()

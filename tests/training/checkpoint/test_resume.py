@@ -43,8 +43,9 @@ def same_but_rng(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
     return all(torch.equal(tensor, second[name]) for name, tensor in first.items() if name[:4] != "rng/")
 
 
-def test_an_optimizer_offloaded_at_a_resume_trains_the_same_bits(tmp_path):
-    flags = "--save_interval 2 --moment_dtype fp8 --lr_scheduler constant --num_warmup_steps 0 --max_steps"
+def test_an_optimizer_offloaded_at_a_resume_trains_the_same_bits(small, tmp_path):
+    flags = f"{small()} --save_interval 2 --moment_dtype fp8 --lr_scheduler constant --num_warmup_steps 0"
+    flags += " --max_steps"
     uninterrupted = train(tmp_path / "whole", f"{flags} 6")
     for steps, offload in ((2, "--offload_optimizer"), (4, ""), (6, "--offload_optimizer")):
         folder = train(tmp_path / "run", f"{flags} {steps} {offload}")

@@ -1,11 +1,9 @@
-"""Runs that several tests compare with, and their models."""
+"""Runs that several tests compare with."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fp8_suite.te_models.presets import PRESETS
 
 from tests.training.parallel import jobs
 
@@ -27,21 +25,6 @@ def once(tmp_path_factory) -> Callable[..., Path]:
         return done[flags]
 
     return run_once
-
-
-HALF = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}  # emulated layers take half the time
-
-
-@pytest.fixture(scope="session")
-def small(tmp_path_factory) -> Callable[..., str]:
-    """Return flags of tiny-llama with half its widths and other changes of its config."""
-
-    def flags(**changes) -> str:
-        folder = tmp_path_factory.mktemp("model")
-        (folder / "config.json").write_text(json.dumps(PRESETS["tiny-llama"] | HALF | changes))
-        return f"--model_name {folder} --tokenizer_name demo --init random"
-
-    return flags
 
 
 @pytest.fixture(scope="module")

@@ -199,9 +199,9 @@ def test_checkpoints_are_the_same_bits_on_any_ranks_and_in_any_mode(sharded, tmp
         assert same_bits(saved(folder, 10), expected), (ranks, mode)
 
 
-def test_moments_in_8_bits_are_sharded_and_resharded(tmp_path):
+def test_moments_in_8_bits_are_sharded_and_resharded(small, tmp_path):
     """Blocks of a row stay together, and three ranks shard the rows unevenly."""
-    flags = "--moment_dtype fp8 --save_interval 3"
+    flags = f"{small()} --moment_dtype fp8 --save_interval 3"
     three_ranks = train(tmp_path / "run", f"--max_steps 3 --sharding_mode fsdp_full {flags}", ranks=3).folder
     expected = saved(three_ranks, 3)
     assert any(name.endswith("exp_avg_exponents") for name in expected)
@@ -209,7 +209,9 @@ def test_moments_in_8_bits_are_sharded_and_resharded(tmp_path):
         settings = f"--max_steps 3 --no_export {flags} --batch_size {6 // ranks} {mode}"
         folder = resume(tmp_path / str(ranks), three_ranks, 3, settings, ranks=ranks)
         assert same_bits(saved(folder, 3), expected), (ranks, mode)
-    settings = "--max_steps 3 --no_export --batch_size 3 --sharding_mode ds_zero2 --moment_dtype fp32"
+    settings = (
+        f"{flags} --max_steps 3 --no_export --batch_size 3 --sharding_mode ds_zero2 --moment_dtype fp32"
+    )
     converted = saved(resume(tmp_path / "zero", three_ranks, 3, settings), 3)
     for name in (name for name in expected if name.endswith("exp_avg_exponents")):
         codes = expected[name.removesuffix("_exponents")]
@@ -243,8 +245,8 @@ def small_chunks(rank: int) -> None:
     offload.CHUNK = 100 * moments.BLOCK
 
 
-def test_an_offloaded_optimizer_changes_no_bits_and_may_change_at_a_resume(tmp_path):
-    flags = "--max_steps 4 --no_export --moment_dtype fp8,bf16 --sharding_mode fsdp_full"
+def test_an_offloaded_optimizer_changes_no_bits_and_may_change_at_a_resume(small, tmp_path):
+    flags = f"{small()} --max_steps 4 --no_export --moment_dtype fp8,bf16 --sharding_mode fsdp_full"
     plain = train(tmp_path / "plain", f"{flags} --save_interval 3").folder
     flags_on = f"{flags} --offload_optimizer"
     job = train(tmp_path / "offloaded", f"{flags_on} --save_interval 3", patch=small_chunks)
