@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.benchmarks.folders import write_run
+from tests.fp8_checkpoints import fine_grained, quantized, smallest
 
 
 @pytest.mark.parametrize(
@@ -141,14 +142,10 @@ def save_fp8(source, folder):
     shutil.copytree(source, folder)
     weights = load_file(source / "model.safetensors")
     for name in [name for name in weights if name.endswith("proj.weight")]:
-        blocks = weights[name].float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128))  # [R, 128, C, 128]
-        scales = blocks.abs().amax((1, 3)) / 448
-        weights[name] = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
-        weights[f"{name}_scale_inv"] = scales
+        weights |= quantized(name, weights[name], fine_grained(), torch.float32, smallest)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": fine_grained()}))
 
 
 def test_table_and_files_of_a_run_and_its_base(run, tmp_path, capsys):
