@@ -172,6 +172,24 @@ def test_gaps_of_a_thousand_steps_are_those_of_the_record():
             assert not row[column] or any(shows(row[column], gap) for gap in gaps), (row, column)
 
 
+def test_losses_of_five_thousand_steps_are_those_of_the_record():
+    runs = {run.precision: run for run in runs_of("five_thousand_steps")}
+    gaps, ends = (table.rows for table in tables() if table.section == "Five thousand steps")
+    for row in gaps:
+        first, last = (int(step.replace(",", "")) for step in row.pop("steps").split(" to "))
+        means = {
+            name: fmean(loss for step, loss in run.series("train/loss") if first <= step <= last)
+            for name, run in runs.items()
+        }
+        assert shows(row.pop("BF16"), means["bf16"])
+        assert all(shows(gap, 100 * (means[name] / means["bf16"] - 1)) for name, gap in row.items()), row
+    for row in ends:
+        run = runs[row["trained in"].lower()]
+        losses = run.value("eval_loss"), run.value("export_loss_bf16"), run.value("export_loss_fp8")
+        assert all(map(shows, (row["evaluated as trained"], row["BF16 export"], row["FP8 export"]), losses))
+        assert shows(row["in BF16"], run.value("eval_loss_bf16") or losses[0])
+
+
 def test_the_example_of_a_comparison_is_that_of_the_record():
     runs = {run.name: run for run in runs_of("h200-compare/1b")}
     for row in find("compare.md", "An example").rows:
