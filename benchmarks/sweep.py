@@ -25,7 +25,7 @@ from fp8_suite.benchmarks.records.variants import (
     split_flags,
     split_settings,
 )
-from fp8_suite.benchmarks.throughput import made_up_rows
+from fp8_suite.benchmarks.throughput import SYNTHETIC, made_up_rows
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.readers import UnreadableFile, read_yaml
 from fp8_suite.core.settings import convert, nearest
@@ -36,7 +36,6 @@ PROG = "python -m benchmarks.sweep"
 # Short names of axes. All other settings are axes under their own names.
 AXES = {"model": "model_name", "sequence_length": "max_seq_length"}
 OTHER_AXES = ("precision", "gpus")  # variants as in benchmarks.compare, and GPUs per run
-SYNTHETIC = "synthetic"  # as --dataset_name: random words, as in benchmarks.throughput
 SHORT = {  # prefixes in the names of run folders
     "model": "",
     "sharding_mode": "",

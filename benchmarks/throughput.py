@@ -4,9 +4,9 @@
         --batch_size 1 --use_te --mixed_precision fp8 --repeats 3
 
 It runs train_fp8.py, or train_multi_gpu.py for more GPUs than one, so the time includes loader, clipping and
-optimizer. Any training flag may be added. By default sequences are full of synthetic text, weights are random
-and the tokenizer is the demo's; --dataset_name, --init and --tokenizer_name change that. The run folders are
-reported on as any others; padding and recomputation do not count.
+optimizer. Any training flag may be added. By default sequences are full of random words (--dataset_name
+synthetic), weights are random and the tokenizer is the demo's. The run folders are reported on as any others;
+padding and recomputation do not count.
 
 Rates are medians over log intervals of 8 micro-batches, or of one step if that has more or is long: 131,072
 tokens per data rank. Intervals with warm-up steps (the first five, or two if long) or profiled steps do not
@@ -39,6 +39,7 @@ from fp8_suite.training.launch import require_inputs
 from fp8_suite.training.tracking.meter import LONG_STEP, warmup_steps
 
 PROG = "python -m benchmarks.throughput"
+SYNTHETIC = "synthetic"  # as --dataset_name: random words
 INTERVAL = 8  # micro-batches per log interval
 COUNTED = 4  # measured intervals by default
 PROFILED_FROM = 9  # first profiled step, as in `training.tracking.profiling`
@@ -80,6 +81,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
 def main(argv: list[str]) -> int:
     """Run all repeats and report on them. Exit codes: 0 done, 2 bad setting, or the first failed run's."""
     arguments, requested = parse(argv)
+    if synthetic := requested.get("dataset_name", SYNTHETIC) == SYNTHETIC:
+        requested.pop("dataset_name", None)
     import torch  # slow to import
 
     cfg, data_ranks = with_data_ranks(config_from_dict(requested), arguments.gpus)
@@ -93,7 +96,6 @@ def main(argv: list[str]) -> int:
         raise bad_setting(reason, steps=steps)
     settings = DEFAULTS | requested | FIXED | {"max_steps": steps, "log_interval": interval}
     settings |= {"profile_steps": profiled} if profiled else {}
-    synthetic = "dataset_name" not in requested
     if synthetic and settings["tokenizer_name"] != "demo":
         reason = "synthetic text needs the demo tokenizer; drop it, or add --dataset_name"
         raise bad_setting(reason, tokenizer_name=settings["tokenizer_name"])

@@ -12,7 +12,7 @@ from fp8_suite.training.tracking import profiling
 def test_synthetic_rows_are_full_and_flops_follow_the_formula(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "users_cache"))
     flags = "--model_name tiny-llama --max_seq_length 72 --batch_size 2 --gradient_accumulation_steps 2"
-    flags += f" --num_workers 0 --num_proc 1 --steps 16 --output_dir {tmp_path}"
+    flags += f" --dataset_name synthetic --num_workers 0 --num_proc 1 --steps 16 --output_dir {tmp_path}"
     assert main(shlex.split(flags)) == 0
     assert not (tmp_path / "users_cache").exists(), "made-up rows are cached elsewhere"
     printed = capsys.readouterr()
