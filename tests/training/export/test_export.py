@@ -17,18 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.full_disk import disk_that_takes
+from tests.te_models.test_packing import TINY
 
 torch.set_num_threads(1)
-
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 
 
 def build(model_type: str = "llama", *, seed: int = 0, **settings):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import get_args
@@ -83,24 +84,28 @@ def test_without_a_gpu_te_and_fp8_are_emulated_and_native_te_is_refused():
     assert error.value.exit_code == EXIT_FAILED
 
 
-def test_a_gpu_without_fp8_or_without_te_is_refused_with_the_way_out(monkeypatch):
+@pytest.fixture
+def has_gpu(monkeypatch) -> Callable[..., None]:
+    """Let this machine have a GPU with the capability that is passed to the fixture."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "test GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    return lambda *version: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: version)
+
+
+def test_a_gpu_without_fp8_or_without_te_is_refused_with_the_way_out(has_gpu, monkeypatch):
+    has_gpu(8, 6)
     with pytest.raises(UserError, match=r"8\.9.*bf16") as refused:
         precision.resolve_precision(settings(mixed_precision="fp8"))
     assert refused.value.flags == {"mixed_precision"}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    has_gpu(8, 9)
     assert not precision.resolve_precision(settings(mixed_precision="fp8")).emulated
     monkeypatch.setattr(te_runtime, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install --no-build-isolation -r requirements-gpu\.txt"):
         precision.resolve_precision(settings(**TE_FP8))
 
 
-def test_a_gpu_without_bf16_is_told_to_use_fp16(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "test GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+def test_a_gpu_without_bf16_is_told_to_use_fp16(has_gpu):
+    has_gpu(7, 5)
     with pytest.raises(UserError, match=r"8\.0.*fp16") as refused:
         precision.resolve_precision(settings())
     assert refused.value.flags == {"mixed_precision"}
@@ -108,10 +113,9 @@ def test_a_gpu_without_bf16_is_told_to_use_fp16(monkeypatch):
     assert (resolved.effective, resolved.compute_dtype) == ("fp16", torch.float16)
     query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 64))
     assert "Ampere" in why_no_kernel(query), "FlashAttention 2 needs it too"
-    assert (
-        inference_dtype(query.device) == torch.float16 and inference_dtype(torch.device("cpu")).itemsize == 4
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    assert inference_dtype(query.device) == torch.float16
+    assert inference_dtype(torch.device("cpu")) == torch.float32
+    has_gpu(8, 0)
     assert why_no_kernel(query) is None and precision.resolve_precision(settings()).effective == "bf16"
     assert inference_dtype(query.device) == torch.bfloat16
 
@@ -165,8 +169,8 @@ def test_fp8_flags_in_a_bf16_run_are_warned_about():
     assert checks.unused_fp8_flags(cfg, delayed) is None and checks.unused_fp8_flags(settings(), bf16) is None
 
 
-def test_fp32_scales_of_blocks_are_refused_on_blackwell(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+def test_fp32_scales_of_blocks_are_refused_on_blackwell(has_gpu):
+    has_gpu(10, 0)
     block = Precision("block", "block", te_backend="native")
     with pytest.raises(UserError, match=r"--fp8_fp32_scales: .* powers of two; drop it"):
         checks.check_settings(settings(fp8_fp32_scales=True), block)
