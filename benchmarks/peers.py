@@ -268,11 +268,8 @@ def rates(arguments: argparse.Namespace, config: Any, step: float) -> dict[str, 
     """Return throughput and memory for `step` seconds per step."""
     gpu = arguments.device == "cuda"
     tokens = tokens_per_step(arguments)
-    flops = model_flops(
-        ModelShape.from_hf_config(config),
-        tokens=tokens,
-        sum_squared_lengths=tokens * arguments.max_seq_length,
-    )
+    shape, pairs = ModelShape.from_hf_config(config), tokens * arguments.max_seq_length
+    flops = model_flops(shape, tokens=tokens, sum_squared_lengths=pairs)
     peak = peak_tflops(torch.cuda.get_device_name(), "bf16") if gpu else None
     return {
         "tokens_per_second": tokens / step,

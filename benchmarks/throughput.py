@@ -43,13 +43,7 @@ SYNTHETIC = "synthetic"  # as --dataset_name: random words
 INTERVAL = 8  # micro-batches per log interval
 COUNTED = 4  # measured intervals by default
 PROFILED_FROM = 9  # first profiled step, as in `training.tracking.profiling`
-FIXED = {
-    "eval_samples": 0,
-    "eval_interval": 0,
-    "save_checkpoints": False,
-    "export": False,
-    "resume": "none",
-}
+FIXED = {"eval_samples": 0, "eval_interval": 0, "save_checkpoints": False, "export": False, "resume": "none"}
 OWNED = ("max_steps", "profile_steps", "log_interval", *FIXED)  # set by this program and its own flags
 DEFAULTS = {"init": "random", "tokenizer_name": "demo"}
 

@@ -26,10 +26,9 @@ import numpy as np
 from datasets import Dataset
 from fp8_suite.core.errors import bad_setting, counted
 from fp8_suite.data.chat import Encoder
-from fp8_suite.data.context import WHOLE, Context
 from fp8_suite.data.demo import SPLIT_ALIASES
 from fp8_suite.data.loader import Loader
-from fp8_suite.data.order import Layout, Stored, Stream
+from fp8_suite.data.order import BatchLayout, BatchShape, Stored, Stream
 from fp8_suite.data.packing import permutation
 from fp8_suite.data.reading.cache import check_cache
 from fp8_suite.data.reading.rows import Row, Status
@@ -43,20 +42,6 @@ NUM_PROMPTS = 256  # held-out prompts kept for sample answers
 HELD_OUT_KEY = 2**32 - 1  # shuffling key of the held-out part, different from every epoch number
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchShape:
-    """Shape of this rank's batches, and the rank's place in the data-parallel group."""
-
-    batch_size: int  # sequences per micro-batch and rank
-    eval_batch_size: int
-    pad_multiple: int = 1  # rows are padded to a multiple of this many tokens; FP8 recipes need it
-    micro_batches_per_step: int = 1  # prefetched by the workers
-    rank: int = 0
-    world_size: int = 1
-    context: Context = WHOLE  # this rank's part of each sequence
-    pin_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +88,7 @@ def build_loaders(
         split, selected = evaluated_rows(
             cfg, tokenizer, vocab_size, seed, of_run=evaluate_only == "checkpoint"
         )
-        return with_evaluation(split, selected, layout, shape)
+        return with_evaluation(split, selected, layout)
     check_splits(cfg)
     split = open_split(cfg, cfg.split_name, tokenizer, vocab_size)
     warn_about_template(split)
@@ -120,7 +105,7 @@ def build_loaders(
         train, held_out = split_train_eval(split, num_held_out, seed)
         source = Stored(train.samples, layout, seed=seed)
     require_usable(split, train, split_name=cfg.split_name)
-    require_full_step(cfg, source, shape.micro_batches_per_step)
+    require_full_step(source)
     if eval_split is not split:
         held_out = eval_split.sample(cfg.num_eval_samples)
         require_usable(eval_split, held_out, eval_split=cfg.eval_split)
@@ -129,7 +114,7 @@ def build_loaders(
     workers = {"num_workers": cfg.num_workers, "pin_memory": shape.pin_memory}
     loader = Loader(source, identity=identity, per_step=shape.micro_batches_per_step, **workers)
     report = report_on(split, train, source)
-    return with_evaluation(eval_split, held_out, layout, shape, loader, report)
+    return with_evaluation(eval_split, held_out, layout, loader, report)
 
 
 def evaluated_rows(
@@ -156,8 +141,7 @@ def evaluated_rows(
 def with_evaluation(
     split: Split,
     selected: Selection | None,
-    layout: Layout,
-    shape: BatchShape,
+    layout: BatchLayout,
     train: Loader | None = None,
     report: DataReport | None = None,
 ) -> Loaders:
@@ -167,7 +151,8 @@ def with_evaluation(
         selected = None
     if selected is None:
         return Loaders(train, None, report, None, [])
-    source = Stored(selected.samples, replace(layout, batch_size=shape.eval_batch_size), seed=None)
+    shape = replace(layout.shape, batch_size=layout.shape.eval_batch_size)
+    source = Stored(selected.samples, replace(layout, shape=shape), seed=None)
     workers = {"num_workers": split.cfg.num_workers, "pin_memory": shape.pin_memory}
     loader = Loader(source, identity={"samples": selected.fingerprint}, restart=True, **workers)
     eval_report = report_on(split, selected, source)
@@ -176,18 +161,9 @@ def with_evaluation(
 
 def build_layout(
     cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, shape: BatchShape, vocab_size: int
-) -> Layout:
+) -> BatchLayout:
     pads = [tokenizer.pad_token_id, tokenizer.eos_token_id]  # an added token may have no embedding
-    return Layout(
-        max_seq_length=cfg.max_seq_length,
-        pad_multiple=shape.context.row_multiple(shape.pad_multiple),
-        packing=cfg.packing,
-        batch_size=shape.batch_size,
-        pad_id=next((pad for pad in pads if pad is not None and pad < vocab_size), 0),
-        rank=shape.rank,
-        world_size=shape.world_size,
-        context=shape.context,
-    )
+    return BatchLayout(cfg, shape, next((pad for pad in pads if pad is not None and pad < vocab_size), 0))
 
 
 def check_splits(cfg: DataConfig) -> None:
@@ -258,18 +234,19 @@ def require_usable(split: Split, selection: Selection, **flag: str | None) -> No
     raise bad_setting(f"{reason}; {way_out}", **flag)
 
 
-def require_full_step(cfg: DataConfig, source: Stored | Stream, micro_batches: int) -> None:
+def require_full_step(source: Stored | Stream) -> None:
     """Raise UserError if ranks would get no sequence in every step; warn if steps are never full."""
-    layout, available = source.layout, counted(source.num_bins, "sequence")
+    shape, split, stride = source.layout.shape, source.layout.cfg.split_name, source.layout.stride
+    available = counted(source.num_bins, "sequence")
     if isinstance(source, Stream) and not source.is_one_window:
         return
-    if source.num_bins < layout.stride and layout.world_size > 1:
+    if source.num_bins < stride and shape.world_size > 1:
         raise bad_setting(
-            f"on {layout.world_size} ranks a micro-batch needs {layout.stride} sequences, but --split_name "
-            f"{cfg.split_name} has {available}; use a smaller --batch_size, fewer ranks or more data",
-            batch_size=layout.batch_size,
+            f"on {shape.world_size} ranks a micro-batch needs {stride} sequences, but --split_name "
+            f"{split} has {available}; use a smaller --batch_size, fewer ranks or more data",
+            batch_size=shape.batch_size,
         )
-    if source.num_bins < (wanted := micro_batches * layout.stride):
+    if source.num_bins < (wanted := shape.micro_batches_per_step * stride):
         logger.warning("a step should have %d sequences: it has all there are, %s", wanted, available)
 
 

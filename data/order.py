@@ -22,6 +22,7 @@ from fp8_suite.data.packing import pack, permutation
 from fp8_suite.data.reading.rows import DROPPED
 from fp8_suite.data.reading.sources import explaining_read_errors
 from fp8_suite.data.samples import Samples, Selection, Split
+from fp8_suite.data.settings import DataConfig
 from torch.utils.data import IterableDataset, get_worker_info
 
 WINDOW = 1000  # rows of a stream that are shuffled and packed together
@@ -39,60 +40,76 @@ class Bin(NamedTuple):
     members: list[int]  # indices into `samples`
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Layout of this rank's batches."""
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """Shape of this rank's batches, and the rank's place in the data-parallel group."""
 
-    max_seq_length: int  # maximum tokens in a bin, without padding
-    pad_multiple: int
-    packing: bool
-    batch_size: int
+    batch_size: int  # sequences per micro-batch and rank
+    eval_batch_size: int
+    pad_multiple: int = 1  # rows are padded to a multiple of this many tokens; FP8 recipes need it
+    micro_batches_per_step: int = 1  # prefetched by the workers
+    rank: int = 0
+    world_size: int = 1
+    context: Context = WHOLE  # this rank's part of each sequence
+    pin_memory: bool = False
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Layout of this rank's batches: the bins of a batch, and their padding."""
+
+    cfg: DataConfig
+    shape: BatchShape
     pad_id: int
-    rank: int
-    world_size: int
-    context: Context = WHOLE
+
+    @property
+    def pad_multiple(self) -> int:
+        """Rows, of which each rank may hold a part, are padded to a multiple of this many tokens."""
+        return self.shape.context.row_multiple(self.shape.pad_multiple)
 
     @property
     def width(self) -> int:
         """Tokens per packed row."""
-        return round_up(self.max_seq_length, self.pad_multiple)
+        return round_up(self.cfg.max_seq_length, self.pad_multiple)
 
     @property
     def stride(self) -> int:
         """Bins per global micro-batch."""
-        return self.batch_size * self.world_size
+        return self.shape.batch_size * self.shape.world_size
 
     def bins(self, lengths: np.ndarray, key: tuple[int, ...] | None) -> Iterator[list[int]]:
         """Yield bins as lists of sample indices, shuffled by `key`, in order if it is None."""
         order = np.arange(len(lengths)) if key is None else permutation(len(lengths), *key)
-        return pack(lengths, order, self.max_seq_length) if self.packing else ([int(i)] for i in order)
+        limit, packed = self.cfg.max_seq_length, self.cfg.packing
+        return pack(lengths, order, limit) if packed else ([int(i)] for i in order)
 
     def collate(self, bins: list[Bin]) -> Batch:
         """Build this rank's batch of a global micro-batch; a rank without bins gets one row of padding."""
-        rows = list(fetch(bins[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]))
-        if self.packing:
+        first, context = self.shape.rank * self.shape.batch_size, self.shape.context
+        rows = list(fetch(bins[first : first + self.shape.batch_size]))
+        if self.cfg.packing:
             width = max(self.width, *map(self._padded, rows)) if rows else self.pad_multiple
-            batch = build_batch(rows, width, self.pad_id, max_seqlen=self.width, context=self.context)
+            batch = build_batch(rows, width, self.pad_id, max_seqlen=self.width, context=context)
         else:
             longest = max((len(sample.ids) for row in rows for sample in row), default=1)
             width = round_up(longest, self.pad_multiple)
-            batch = build_batch(rows, width, self.pad_id, context=self.context)
+            batch = build_batch(rows, width, self.pad_id, context=context)
         # The model may have no more positions than max_seq_length, also for padding.
-        batch.inputs["position_ids"].clamp_(max=self.max_seq_length - 1)
+        batch.inputs["position_ids"].clamp_(max=self.cfg.max_seq_length - 1)
         return batch
 
     def _padded(self, row: list[Sample]) -> int:
         """Return the tokens of a packed row, with the padding of its samples and its own."""
-        lengths = (round_up(len(sample.ids), self.context.multiple) for sample in row)
+        lengths = (round_up(len(sample.ids), self.shape.context.multiple) for sample in row)
         return round_up(sum(lengths), self.pad_multiple)
 
     def measure(self, lengths: np.ndarray, bins: Iterator[list[int]]) -> tuple[int, int]:
         """Return the number of bins, and their token count including padding."""
-        if self.packing:
+        if self.cfg.packing:
             num_bins = sum(1 for _ in bins)
             return num_bins, num_bins * self.width
         lengths = lengths[[index for (index,) in bins]]
-        groups = np.arange(0, len(lengths), self.batch_size)
+        groups = np.arange(0, len(lengths), self.shape.batch_size)
         widest = round_up(np.maximum.reduceat(lengths, groups), self.pad_multiple)
         return len(lengths), int((widest * np.diff([*groups, len(lengths)])).sum())
 
@@ -111,7 +128,7 @@ class Stored:
     start = 0
     max_workers = None
 
-    def __init__(self, samples: Samples, layout: Layout, *, seed: int | None):
+    def __init__(self, samples: Samples, layout: BatchLayout, *, seed: int | None):
         self.samples, self.layout, self.seed = samples, layout, seed
         self.num_bins, self.padded_tokens = layout.measure(samples.length, self._bins(0))
 
@@ -137,7 +154,7 @@ class Stream:
 
     max_workers = 1
 
-    def __init__(self, split: Split, layout: Layout, *, seed: int, held_out: int):
+    def __init__(self, split: Split, layout: BatchLayout, *, seed: int, held_out: int):
         self.split, self.layout, self.seed = split, layout, seed
         self.start = [held_out, 0]
         limit = split.cfg.num_of_samples
@@ -159,7 +176,7 @@ class Stream:
         """Yield the bins of an epoch, starting at a position."""
         for row, selection in self._windows(position[0]):
             # The data report covers the first window; rank 0 logs the others.
-            if row != self.start[0] and self.layout.rank == 0:
+            if row != self.start[0] and self.layout.shape.rank == 0:
                 log_losses(row, selection)
             skip = position[1] if row == position[0] else 0
             planned = islice(self._bins(epoch, row, selection), skip, None)

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.packages import software
-from fp8_suite.data.build import BatchShape, Loaders, build_loaders
+from fp8_suite.data.build import Loaders, build_loaders
+from fp8_suite.data.order import BatchShape
 from fp8_suite.data.tokenizer import load_tokenizer
 from fp8_suite.te_models.kernels.selection import Kernels
 from fp8_suite.te_models.presets import LOCAL_PRESETS

@@ -15,13 +15,8 @@ from fp8_suite.benchmarks.evaluate.targets import Target
 from fp8_suite.benchmarks.records.evaluation import Result, smoothed
 from fp8_suite.core.errors import UserError, bad_setting, one_line
 from fp8_suite.core.readers import read_record
-from fp8_suite.data.build import (
-    BatchShape,
-    build_layout,
-    evaluated_rows,
-    selected_rows,
-    with_evaluation,
-)
+from fp8_suite.data.build import build_layout, evaluated_rows, selected_rows, with_evaluation
+from fp8_suite.data.order import BatchShape
 from fp8_suite.data.samples import Selection, Split
 from fp8_suite.data.tokenizer import load_tokenizer
 from fp8_suite.te_models.spec import find_model
@@ -48,7 +43,7 @@ def measure(
         data = cfg.data, tokenizer, spec.config.get_text_config().vocab_size
         split, selection = evaluated_rows(*data, cfg.optim.seed, of_run=target.held_out)
         shape = BatchShape(batch_size=1, eval_batch_size=min(size, 8))
-        rows = with_evaluation(split, selection, build_layout(*data[:2], shape, data[2]), shape).eval
+        rows = with_evaluation(split, selection, build_layout(*data[:2], shape, data[2])).eval
         if rows is None:
             raise bad_setting("the run held out no rows; choose a split", eval_split=cfg.data.eval_split)
     model = load_export(spec.weights, device, trust_remote_code=trusts_code)
@@ -93,10 +88,8 @@ def answer(model: Any, split: Split, selection: Selection, max_new_tokens: int, 
 def exact_match(answers: Answers, data: str, max_new_tokens: int) -> Result:
     """Return the share of right answers."""
     scores, samples = "".join(str(int(case["correct"])) for case in answers), len(answers)
-    share, cut = (
-        smoothed(scores.count("1"), samples),
-        sum(case["tokens"] == max_new_tokens for case in answers),
-    )
+    share = smoothed(scores.count("1"), samples)
+    cut = sum(case["tokens"] == max_new_tokens for case in answers)
     note = f"{cut} cut at --max_new_tokens {max_new_tokens}" if cut else None
     error = math.sqrt(share * (1 - share) / samples)
     return Result("exact_match", scores.count("1") / samples, error, samples, data, note=note, scores=scores)

@@ -25,12 +25,7 @@ from fp8_suite.training.config import Config, parse_config
 from fp8_suite.training.estimate.advice import way_out
 from fp8_suite.training.estimate.layout import check_pipeline
 from fp8_suite.training.estimate.memory import checkpoint_bytes, offloaded_bytes
-from fp8_suite.training.estimate.sizes import (
-    UNCOMPILED,
-    auto_settings,
-    auto_sizes,
-    compiles_layers,
-)
+from fp8_suite.training.estimate.sizes import UNCOMPILED, auto_settings, auto_sizes, compiles_layers
 from fp8_suite.training.estimate.transfers import NETWORK_BANDWIDTH
 
 PROG = "python -m benchmarks.plan"

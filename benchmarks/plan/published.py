@@ -12,14 +12,8 @@ from fp8_suite.core.readers import read_yaml
 from fp8_suite.training.config import config_from_dict
 
 # Unless set, recomputation is the least that fits; attention is cuDNN's.
-COMMON = {
-    "use_te": True,
-    "batch_size": 1,
-    "max_seq_length": 8192,
-    "recompute": "auto",
-    "mixed_precision": "bf16",
-}
-COMMON |= {"sharding_mode": "fsdp_grad", "flash_attention": False}
+COMMON = {"use_te": True, "mixed_precision": "bf16", "flash_attention": False, "sharding_mode": "fsdp_grad"}
+COMMON |= {"batch_size": 1, "max_seq_length": 8192, "recompute": "auto"}
 PUBLISHED: list[dict[str, Any]] = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 

@@ -73,7 +73,7 @@ def report_tables(runs: list[RunRecord], price_per_gpu_hour: float | None = None
     names = dict(zip(map(id, runs), tagged(runs), strict=True))
     kinds = dict.fromkeys(kind for run in runs for kind in run.coverage)
     coverage: Columns = {kind: (lambda run, kind=kind: run.coverage.get(kind), "{:.1%}") for kind in kinds}
-    columns = {"runs": _run_columns(runs, price_per_gpu_hour), "hours": HOURS | _wall_time_columns()}
+    columns = {"runs": _run_columns(runs, price_per_gpu_hour), "hours": HOURS}
     columns |= {"coverage": coverage} if kinds else {}
     for title, metric in LOSSES.items():
         if any(run.logged(metric) for run in runs):
@@ -124,16 +124,13 @@ HOURS: Columns = {
     "GPUs": (lambda run: run.gpus, "{}"),
     "node-hours": ("node_hours", "{:,.3f}"),
     "GPU-hours": ("gpu_hours", "{:,.3f}"),
+    **metric_columns(*WALL_RATES),
+    **{  # what took the rest of the wall time; columns of zeros are left out
+        kind: (lambda run, kind=kind: run.wall_shares.get(kind) or None, "{:.1%}")
+        for kind in WALL_TIME_KINDS
+        if kind != "steps"
+    },
 }
-
-
-def _wall_time_columns() -> Columns:
-    """Return columns of goodput and of what took the rest of the wall time; columns of zeros are left out."""
-    rest = [kind for kind in WALL_TIME_KINDS if kind != "steps"]
-    shares: Columns = {
-        kind: (lambda run, kind=kind: run.wall_shares.get(kind) or None, "{:.1%}") for kind in rest
-    }
-    return metric_columns(*WALL_RATES) | shares
 
 
 def _precision(run: RunRecord) -> str:

@@ -5,8 +5,9 @@ from dataclasses import fields
 
 import datasets
 import pytest
-from fp8_suite.data.build import BatchShape, build_loaders
+from fp8_suite.data.build import build_loaders
 from fp8_suite.data.collate import IGNORE
+from fp8_suite.data.order import BatchShape
 from fp8_suite.data.settings import DataConfig
 from fp8_suite.data.tokenizer import load_tokenizer
 

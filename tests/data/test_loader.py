@@ -185,8 +185,8 @@ ENDINGS = """
 import gc, os, sys
 gc.disable()  # until the libraries are loaded, whose objects need no collection
 import torch
-from fp8_suite.data.build import BatchShape, build_loaders
-from fp8_suite.data.order import Layout
+from fp8_suite.data.build import build_loaders
+from fp8_suite.data.order import BatchLayout, BatchShape
 from fp8_suite.data.settings import DataConfig
 from fp8_suite.data.tokenizer import load_tokenizer
 
@@ -216,7 +216,7 @@ def after_garbage_collection():
     gc.collect()
 
 def with_an_error_in_a_worker():
-    Layout.collate = None
+    BatchLayout.collate = None
     list(loaders.train)
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from fp8_suite.data.collate import Batch, Sample
 from fp8_suite.data.context import WHOLE, Context
-from fp8_suite.data.order import Bin, Layout
+from fp8_suite.data.order import BatchLayout, BatchShape, Bin
+from fp8_suite.data.settings import DataConfig
 from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.options import BuildOptions, ContextParallel
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
@@ -26,7 +27,6 @@ SIZES = {
     **{"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "initializer_range": 0.3},
 }
 ROWS = {"packed": [[9, 3, 21], [1, 30, 2, 4], [40]], "one sample a row": [[48], [41]], "padded": [[9], [31]]}
-ONE_RANK = {"rank": 0, "world_size": 1, "batch_size": 3, "pad_id": 7, "max_seq_length": WIDTH}
 
 
 class Samples:
@@ -48,9 +48,9 @@ def batch_of(rows: list[list[int]], context: Context, *, packed: bool) -> Batch:
     return layout(context, packed=packed).collate(bins)
 
 
-def layout(context: Context, *, packed: bool) -> Layout:
-    multiple = context.row_multiple(4)
-    return Layout(**ONE_RANK, packing=packed, pad_multiple=multiple, context=context)
+def layout(context: Context, *, packed: bool) -> BatchLayout:
+    shape = BatchShape(batch_size=3, eval_batch_size=3, pad_multiple=4, context=context)
+    return BatchLayout(DataConfig(max_seq_length=WIDTH, packing=packed), shape, pad_id=7)
 
 
 def model_of(context: ContextParallel | None, *, packed: bool, recompute: str = "none") -> torch.nn.Module:

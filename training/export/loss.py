@@ -65,8 +65,9 @@ def model_loss(inner: nn.Module, rows: Loader, spec: ModelSpec, device: torch.de
     """Return the mean loss of transformers' model over the label tokens of all ranks' `rows`."""
     model = HFCausalLM(inner, known_family=spec.is_known_family).eval()
     model.choose_attention(device, next(inner.parameters()).dtype)
-    layout = replace(rows.source.layout, rank=0, world_size=1, context=WHOLE)
-    source = Stored(rows.source.samples, layout, seed=rows.source.seed)
+    layout = rows.source.layout
+    whole = replace(layout, shape=replace(layout.shape, rank=0, world_size=1, context=WHOLE))
+    source = Stored(rows.source.samples, whole, seed=rows.source.seed)
     loader = Loader(source, identity={}, num_workers=0, pin_memory=False)
     loss, label_tokens = torch.zeros((), device=device, dtype=torch.float64), 0
     for batch in loader:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_suite.data.build import BatchShape, build_loaders
+from fp8_suite.data.build import build_loaders
+from fp8_suite.data.order import BatchShape
 from fp8_suite.data.tokenizer import load_tokenizer
 from fp8_suite.te_models.emulation.recipes import Float8BlockScaling
 from fp8_suite.te_models.quantized.reader import SQUARE, dequantize
