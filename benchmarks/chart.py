@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import matplotlib
-from fp8_suite.benchmarks.records.launch import as_command, command_parser
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.benchmarks.records.table import read_table
 from fp8_suite.benchmarks.report.figures import PALETTE, STYLE, draw_bars
 from fp8_suite.benchmarks.report.gaps import smooth
+from fp8_suite.core.cli import as_command, command_parser
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure

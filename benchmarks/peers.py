@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fp8_suite.benchmarks.records.launch import add_number, as_command, command_parser
 from fp8_suite.benchmarks.report import main as report
+from fp8_suite.core.cli import add_number, as_command, command_parser
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.files import to_json
 from fp8_suite.core.gpus import peak_tflops

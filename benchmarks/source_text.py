@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8_suite.benchmarks.records.launch import as_command, command_parser
+from fp8_suite.core.cli import as_command, command_parser
 from fp8_suite.core.errors import bad_setting
 
 PROG = "python -m benchmarks.source_text"

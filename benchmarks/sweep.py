@@ -15,17 +15,18 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from fp8_suite.benchmarks.records.grid import Failures, GridRun, require_all_inputs, run_config, train_all
-from fp8_suite.benchmarks.records.launch import as_command, command_parser, is_finished, refuse_run_folder
-from fp8_suite.benchmarks.records.runs import bad_input
-from fp8_suite.benchmarks.records.variants import (
+from fp8_suite.benchmarks.launch.grid import Failures, GridRun, require_all_inputs, run_config, train_all
+from fp8_suite.benchmarks.launch.process import is_finished, refuse_run_folder
+from fp8_suite.benchmarks.launch.variants import (
     OWNED,
     given_settings,
     parse_variants,
     split_flags,
     split_settings,
 )
+from fp8_suite.benchmarks.records.runs import bad_input
 from fp8_suite.benchmarks.throughput import SYNTHETIC, made_up_rows
+from fp8_suite.core.cli import as_command, command_parser
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.readers import UnreadableFile, read_yaml
 from fp8_suite.core.settings import convert, nearest
@@ -120,18 +121,14 @@ def _label(axis: str, value: Any) -> str:
     return SHORT.get(axis, axis) + re.sub(r"[^\w.+=-]", "_", str(value).rstrip("/").rsplit("/", 1)[-1])
 
 
-def count_gpus() -> int:
-    """Return the number of visible GPUs."""
-    import torch  # slow to import
-
-    return torch.cuda.device_count()
-
-
 def why_skip(run: GridRun) -> str | None:
     """Return why a run cannot start on this machine, or None."""
-    if run.gpus > 1 and run.gpus > (present := count_gpus()):
-        return f"needs {run.gpus} GPUs, this machine has {present}"
-    return None
+    if run.gpus == 1:
+        return None
+    import torch  # slow to import
+
+    present = torch.cuda.device_count()
+    return f"needs {run.gpus} GPUs, this machine has {present}" if run.gpus > present else None
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

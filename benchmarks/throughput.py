@@ -29,8 +29,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fp8_suite.benchmarks.records.launch import add_number, as_command, command_parser, launch
-from fp8_suite.benchmarks.records.variants import given_settings, split_flags
+from fp8_suite.benchmarks.launch.process import launch
+from fp8_suite.benchmarks.launch.variants import given_settings, split_flags
+from fp8_suite.core.cli import add_number, as_command, command_parser
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.data.demo import TOKENIZER_DIR, read_demo
 from fp8_suite.training.config import config_from_dict

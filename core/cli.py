@@ -1,15 +1,20 @@
-"""Command line and --config files, with one-line errors."""
+"""Command lines and --config files, with one-line errors."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import math
+import os
 import re
+import signal
+import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_INTERRUPTED, UserError, bad_setting
 from fp8_suite.core.readers import UnreadableFile, read_yaml
 from fp8_suite.core.settings import Setting, nearest, split_hint
 
@@ -69,3 +74,52 @@ def read_yaml_settings(path: str) -> dict[str, Any]:
     if loaded is not None and not (isinstance(loaded, dict) and all(isinstance(key, str) for key in loaded)):
         raise bad_setting("must hold `setting: value` lines", config=path)
     return loaded or {}
+
+
+def as_command(work: Callable[[list[str]], int]) -> Callable[[list[str] | None], int]:
+    """Decorate a benchmark's main function: it reads sys.argv by default, and an error is one line."""
+
+    @functools.wraps(work)
+    def main(argv: list[str] | None = None) -> int:
+        try:
+            return work(sys.argv[1:] if argv is None else argv)
+        except KeyboardInterrupt as stop:
+            print(f"{str(stop) or 'interrupted'}; run the same command to resume", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        except BrokenPipeError:  # a reader such as `head` closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        except (UserError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return getattr(error, "exit_code", EXIT_BAD_SETTING)
+
+    return main
+
+
+def command_parser(prog: str, description: str, *, trains: bool = False) -> OneLineParser:
+    """Return a parser for a benchmark's own flags; with `trains`, --help mentions the training flags."""
+    epilog = "All training flags are accepted too: python train_fp8.py --help" if trains else None
+    first = description.splitlines()[0]
+    return OneLineParser(prog=prog, allow_abbrev=False, description=first, epilog=epilog)
+
+
+def add_number(
+    parser: argparse.ArgumentParser,
+    name: str,
+    default: float | None,
+    text: str,
+    *,
+    kind: type = int,
+    least: float = 1,
+) -> None:
+    """Add a flag for a finite number of at least `least`, with its default in the help."""
+
+    def convert(word: str) -> float:
+        if not least <= (value := kind(word)) < math.inf:
+            raise bad_setting(f"must be at least {least:g}", **{name: word})
+        return value
+
+    convert.__name__ = kind.__name__  # which argparse names in errors
+    shown = text if default is None else f"{text} (default: {default:g})"
+    metavar = "N" if kind is int else "X"
+    parser.add_argument(f"--{name}", type=convert, default=default, metavar=metavar, help=shown)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fp8_suite.benchmarks.records import grid
+from fp8_suite.benchmarks.launch import grid
 from fp8_suite.core.packages import ROOT
 from fp8_suite.training import outcome
 from torch.distributed import run as distributed_run

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from fp8_suite.benchmarks.compare.variant_runs import build_runs, check_before_start
 from fp8_suite.benchmarks.compare.verdict import conclude, exit_code, write_verdict
-from fp8_suite.benchmarks.records.grid import Failures, GridRun, train_all
-from fp8_suite.benchmarks.records.launch import add_number, as_command, command_parser, refuse_run_folder
+from fp8_suite.benchmarks.launch.grid import Failures, GridRun, train_all
+from fp8_suite.benchmarks.launch.process import refuse_run_folder
+from fp8_suite.benchmarks.launch.variants import VARIANTS, given_settings, parse_variants, split_flags
 from fp8_suite.benchmarks.records.runs import RunRecord, read_run
-from fp8_suite.benchmarks.records.variants import VARIANTS, given_settings, parse_variants, split_flags
 from fp8_suite.benchmarks.report.judge import MAX_LOSS_GAP, Verdict
+from fp8_suite.core.cli import add_number, as_command, command_parser
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
 from fp8_suite.core.redact import redact
 from fp8_suite.training.tracking.settings import LogConfig

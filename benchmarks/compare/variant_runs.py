@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8_suite.benchmarks.records.grid import GridRun, require_all_inputs, run_config
+from fp8_suite.benchmarks.launch.grid import GridRun, require_all_inputs, run_config
+from fp8_suite.benchmarks.launch.variants import Variant
 from fp8_suite.benchmarks.records.runs import bad_input, read_run
-from fp8_suite.benchmarks.records.variants import Variant
 from fp8_suite.core.errors import bad_setting, counted
 from fp8_suite.core.settings import convert
 from fp8_suite.training.estimate.sizes import global_batch, with_data_ranks
@@ -18,7 +18,6 @@ DEFAULTS: dict[str, Any] = {
     "eval_at_start": True,  # shows whether all runs start from the same weights
     "eval_interval": 0,
     "log_interval": 1,  # gaps average logged losses
-    "export": False,
     "keep_last": 1,
 }
 
@@ -58,8 +57,7 @@ def build_runs(
     def build(name: str, seed: int | None = None) -> VariantRun:
         suffix, change = ("", {}) if seed is None else (f"-seed{seed}", {"seed": seed})
         samples = convert("generate_samples", common.get("generate_samples", 0), int)
-        needs_export = samples or "export_dtype" in common
-        export = {"export": True} if needs_export else {}
+        export = {"export": bool(samples) or "export_dtype" in common}
         settings = DEFAULTS | export | common | by_name[name].settings | change
         run_folder = folder / "runs" / f"{by_name[name].folder_name}{suffix}"
         cfg = run_config(name, settings, gpus, run_folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fp8_suite.benchmarks.compare.variant_runs import VariantRun
-from fp8_suite.benchmarks.records.grid import Failures
+from fp8_suite.benchmarks.launch.grid import Failures
 from fp8_suite.benchmarks.records.runs import RunRecord, bad_input
 from fp8_suite.benchmarks.report import gaps
 from fp8_suite.benchmarks.report.judge import Verdict, judge_pairs

@@ -14,10 +14,9 @@ from typing import Any
 from fp8_suite.benchmarks.evaluate.harness import find_tasks
 from fp8_suite.benchmarks.evaluate.targets import find_targets
 from fp8_suite.benchmarks.records.evaluation import Result, write_results
-from fp8_suite.benchmarks.records.launch import add_number, as_command, command_parser
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.report.tables import Columns, Table, make_table, markdown
-from fp8_suite.core.cli import add_setting
+from fp8_suite.core.cli import add_number, add_setting, as_command, command_parser
 from fp8_suite.core.errors import UserError, bad_setting, one_line
 from fp8_suite.core.files import replace_file
 from fp8_suite.core.redact import redact

@@ -11,12 +11,12 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
+from fp8_suite.benchmarks.launch.variants import given_settings, split_flags
 from fp8_suite.benchmarks.plan.layouts import best_layouts, layout_flags, layouts_table
 from fp8_suite.benchmarks.plan.limits import limits_table
 from fp8_suite.benchmarks.plan.predict import Plan, alternatives, make_plan
-from fp8_suite.benchmarks.records.launch import add_number, as_command, command_parser
-from fp8_suite.benchmarks.records.variants import given_settings, split_flags
 from fp8_suite.benchmarks.report.tables import markdown
+from fp8_suite.core.cli import add_number, as_command, command_parser
 from fp8_suite.core.errors import UserError, bad_setting, counted
 from fp8_suite.core.gpus import PLANNED, Gpu
 from fp8_suite.core.recipes import RECIPES, costs_of

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fp8_suite.benchmarks.records.launch import as_command, command_parser
 from fp8_suite.benchmarks.records.runs import find_runs
 from fp8_suite.benchmarks.records.table import TABLE, add_runs
+from fp8_suite.core.cli import as_command, command_parser
 from fp8_suite.core.errors import counted
 
 

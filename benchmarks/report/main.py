@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from fp8_suite.benchmarks.records.launch import as_command, command_parser
 from fp8_suite.benchmarks.records.runs import RunRecord, bad_input, find_runs, read_run
 from fp8_suite.benchmarks.records.table import read_table, read_texts
 from fp8_suite.benchmarks.report import figures, page
 from fp8_suite.benchmarks.report.gaps import compare_losses, pick_reference
 from fp8_suite.benchmarks.report.judge import LINES, Verdict, answer, gaps_over_time, judge_all, lines_of
 from fp8_suite.benchmarks.report.tables import Table, labels, make_table, markdown, provenance, report_tables
+from fp8_suite.core.cli import as_command, command_parser
 from fp8_suite.training.tracking.settings import LogConfig
 from fp8_suite.training.tracking.wandb_writer import start_wandb, wandb_id
 

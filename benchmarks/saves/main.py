@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks import throughput
-from fp8_suite.benchmarks.records.launch import add_number, as_command, command_parser
-from fp8_suite.benchmarks.records.variants import given_settings, split_flags
+from fp8_suite.benchmarks.launch.variants import given_settings, split_flags
+from fp8_suite.core.cli import add_number, as_command, command_parser
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.signals import stop_with_parent
 from fp8_suite.training.config import config_from_dict

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fp8_suite.benchmarks.records.launch import Outcome, to_flags
+from fp8_suite.benchmarks.launch.process import Outcome, to_flags
 from fp8_suite.benchmarks.records.runs import RunRecord, read_run
 from fp8_suite.core.errors import EXIT_INTERRUPTED
 from fp8_suite.core.files import to_json

@@ -11,10 +11,10 @@ import pytest
 from fp8_suite.benchmarks.compare.main import main, parse
 from fp8_suite.benchmarks.compare.variant_runs import build_runs, check_before_start
 from fp8_suite.benchmarks.compare.verdict import conclude, exit_code
-from fp8_suite.benchmarks.records import grid
-from fp8_suite.benchmarks.records.launch import Outcome
+from fp8_suite.benchmarks.launch import grid
+from fp8_suite.benchmarks.launch.process import Outcome
+from fp8_suite.benchmarks.launch.variants import given_settings, parse_variants
 from fp8_suite.benchmarks.records.runs import read_run
-from fp8_suite.benchmarks.records.variants import given_settings, parse_variants
 from fp8_suite.core.errors import EXIT_INTERRUPTED, UserError
 from fp8_suite.core.packages import ROOT
 from fp8_suite.training.trainer import Trainer

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fp8_suite.benchmarks.records import launch
-from fp8_suite.benchmarks.records.grid import run_config
-from fp8_suite.benchmarks.records.variants import VARIANTS, parse_variants
+from fp8_suite.benchmarks.launch import process
+from fp8_suite.benchmarks.launch.grid import run_config
+from fp8_suite.benchmarks.launch.variants import VARIANTS, parse_variants
 from fp8_suite.core.errors import EXIT_IN_USE, EXIT_INTERRUPTED, UserError
 from fp8_suite.core.packages import ROOT
 from fp8_suite.training.config import config_from_dict, parse_config
@@ -55,7 +55,7 @@ def test_fp16_is_a_variant_except_in_a_pair_of_moments():
 def test_a_command_line_restores_the_settings():
     settings = {"model_name": "-x", "packing": False, "compile": False, "eval_at_start": True, "max_steps": 3}
     cfg = config_from_dict(settings | {"system_prompt": "two words\n'quoted'", "learning_rate": 3e-5})
-    assert parse_config(launch.to_flags(cfg), prog="p", description="d") == cfg
+    assert parse_config(process.to_flags(cfg), prog="p", description="d") == cfg
 
 
 @pytest.mark.parametrize(
@@ -79,35 +79,35 @@ def test_a_command_line_restores_the_settings():
 )
 def test_a_finished_run_has_the_same_settings_and_length(recorded, requested, accepted, tmp_path):
     cfg = config_from_dict({"output_dir": str(tmp_path), "max_steps": 20} | requested)
-    assert not launch.is_finished(cfg)
+    assert not process.is_finished(cfg)
     write_run(tmp_path, losses=[2.0], summary={"steps": 20}, max_steps=20, **recorded)
     if not accepted:
         with pytest.raises(UserError, match=r"holds a run with other settings \(--"):
-            launch.is_finished(cfg)
+            process.is_finished(cfg)
         return
-    assert launch.is_finished(cfg)
+    assert process.is_finished(cfg)
     (tmp_path / "summary.json").unlink()
-    assert not launch.is_finished(cfg)
+    assert not process.is_finished(cfg)
     (tmp_path / "settings.json").write_text("[]")
     with pytest.raises(UserError, match=r"settings\.json: damaged"):
-        launch.is_finished(cfg)
+        process.is_finished(cfg)
 
 
 def test_the_end_of_a_run_follows_from_its_exit_code(tmp_path):
     begun = write_run(tmp_path / "begun")
-    assert launch.Outcome(1, tmp_path, "no such cores").refused
+    assert process.Outcome(1, tmp_path, "no such cores").refused
     for outcome in ((1, begun, "it broke"), (1, tmp_path, None), (2, tmp_path, "--x 1: no"), (-9, tmp_path)):
-        assert not launch.Outcome(*outcome).refused
-    assert {launch.Outcome(code, begun).reason.split(";")[0] for code in (-9, 137)} == {"killed by SIGKILL"}
+        assert not process.Outcome(*outcome).refused
+    assert {process.Outcome(code, begun).reason.split(";")[0] for code in (-9, 137)} == {"killed by SIGKILL"}
 
 
 def test_torchrun_ends_with_the_code_of_the_rank_that_failed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nif os.environ['RANK'] == '1':\n    sys.exit(3)\n")
-    line = launch.command(config_from_dict({}), gpus=2)
+    line = process.command(config_from_dict({}), gpus=2)
     assert line[line.index("--nproc_per_node=2") + 1] == str(ROOT / "train_multi_gpu.py")
-    with running([*line[: line.index("--nproc_per_node=2") + 1], str(script)], cwd=ROOT) as process:
-        assert process.wait(300) == 3
+    with running([*line[: line.index("--nproc_per_node=2") + 1], str(script)], cwd=ROOT) as torchrun:
+        assert torchrun.wait(300) == 3
 
 
 def test_signals_go_to_torchrun_s_workers():
@@ -118,17 +118,17 @@ def test_signals_go_to_torchrun_s_workers():
     program += f"subprocess.Popen([{sys.executable!r}, '-c', {sleep!r}]); time.sleep(600)"
     with running([sys.executable, "-c", program], stdout=-1) as launcher, running(worker):
         pid = int(launcher.stdout.readline())
-        wait_for(lambda: launch._workers(launcher.pid))  # between fork and exec it has its parent's command
-        assert launch._workers(launcher.pid) == [pid]
+        wait_for(lambda: process._workers(launcher.pid))  # between fork and exec it has its parent's command
+        assert process._workers(launcher.pid) == [pid]
 
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """Return a function that launches a program in place of a training script, with its flags."""
 
-    def start(program: str) -> launch.Outcome:
-        monkeypatch.setattr(launch, "command", lambda cfg, gpus: [sys.executable, "-uc", program])
-        return launch.launch(config_from_dict({"output_dir": str(tmp_path)}), log=tmp_path / "logs/run.log")
+    def start(program: str) -> process.Outcome:
+        monkeypatch.setattr(process, "command", lambda cfg, gpus: [sys.executable, "-uc", program])
+        return process.launch(config_from_dict({"output_dir": str(tmp_path)}), log=tmp_path / "logs/run.log")
 
     return start
 
@@ -172,12 +172,12 @@ def test_a_run_outlives_the_benchmark_that_started_it(tmp_path):
     log = tmp_path / "run.log"
     program = "import time; print('begun'); time.sleep(1); print('ended')"
     parent = (
-        "from pathlib import Path; from benchmarks.records import launch; from training import config; "
-        f"launch.command = lambda *_: [{sys.executable!r}, '-uc', {program!r}]; "
-        f"launch.launch(config.config_from_dict({{'output_dir': 'x'}}), log=Path({str(log)!r}))"
+        "from pathlib import Path; from benchmarks.launch import process; from training import config; "
+        f"process.command = lambda *_: [{sys.executable!r}, '-uc', {program!r}]; "
+        f"process.launch(config.config_from_dict({{'output_dir': 'x'}}), log=Path({str(log)!r}))"
     )
-    with running([sys.executable, "-c", parent], cwd=ROOT) as process:
-        wait_for(lambda: process.poll() is not None or (log.exists() and "begun\n" in log.read_text()))
-        assert process.poll() is None
-        process.kill()
+    with running([sys.executable, "-c", parent], cwd=ROOT) as launcher:
+        wait_for(lambda: launcher.poll() is not None or (log.exists() and "begun\n" in log.read_text()))
+        assert launcher.poll() is None
+        launcher.kill()
         wait_for(lambda: "ended\n" in log.read_text())

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fp8_suite.benchmarks import sweep as module
+from fp8_suite.benchmarks.launch import grid
+from fp8_suite.benchmarks.launch.grid import GridRun
 from fp8_suite.benchmarks.plan.predict import make_plan
-from fp8_suite.benchmarks.records import grid
-from fp8_suite.benchmarks.records.grid import GridRun
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.sweep import build_grid, full_rows, main, read_axes, read_sweep
 from fp8_suite.core.gpus import PLANNED
@@ -159,7 +158,7 @@ def documented() -> list[str]:
 
 
 def test_documented_commands_work(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(module, "count_gpus", lambda: 8)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.chdir(ROOT)
     assert len(documented()) >= 2
     for line in documented():

@@ -17,8 +17,8 @@ LINE = [
     *("training/tracking", "training/optim", "training/parallel", "training/estimate", "training/precision"),
     "training/library",
     *("training/checkpoint", "training/export", "training", "training/doctor"),
-    *("benchmarks/records", "benchmarks/report", "benchmarks/compare", "benchmarks/evaluate"),
-    "benchmarks/plan",
+    *("benchmarks/records", "benchmarks/launch", "benchmarks/report", "benchmarks/compare"),
+    *("benchmarks/evaluate", "benchmarks/plan"),
     *("benchmarks", "benchmarks/saves"),
 ]
 LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "nvdlfw_inspect"}

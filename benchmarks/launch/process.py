@@ -5,29 +5,22 @@ Every run has its own process, so it starts with empty GPU memory, and a crash e
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import functools
-import math
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks.records.runs import NO_EFFECT, bad_input, read_values
-from fp8_suite.core.cli import OneLineParser
 from fp8_suite.core.errors import (
-    EXIT_BAD_SETTING,
     EXIT_FAILED,
     EXIT_IN_USE,
     EXIT_INTERRUPTED,
-    UserError,
     bad_setting,
 )
 from fp8_suite.core.packages import ROOT
@@ -66,55 +59,6 @@ class Outcome:
         return f"{self.error or self.last_line or 'no output'} (exit code {self.code})"
 
 
-def as_command(work: Callable[[list[str]], int]) -> Callable[[list[str] | None], int]:
-    """Decorate a benchmark's main function: it reads sys.argv by default, and an error is one line."""
-
-    @functools.wraps(work)
-    def main(argv: list[str] | None = None) -> int:
-        try:
-            return work(sys.argv[1:] if argv is None else argv)
-        except KeyboardInterrupt as stop:
-            print(f"{str(stop) or 'interrupted'}; run the same command to resume", file=sys.stderr)
-            return EXIT_INTERRUPTED
-        except BrokenPipeError:  # a reader such as `head` closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 128 + signal.SIGPIPE
-        except (UserError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return getattr(error, "exit_code", EXIT_BAD_SETTING)
-
-    return main
-
-
-def command_parser(prog: str, description: str, *, trains: bool = False) -> OneLineParser:
-    """Return a parser for a benchmark's own flags; with `trains`, --help mentions the training flags."""
-    epilog = "All training flags are accepted too: python train_fp8.py --help" if trains else None
-    first = description.splitlines()[0]
-    return OneLineParser(prog=prog, allow_abbrev=False, description=first, epilog=epilog)
-
-
-def add_number(
-    parser: argparse.ArgumentParser,
-    name: str,
-    default: float | None,
-    text: str,
-    *,
-    kind: type = int,
-    least: float = 1,
-) -> None:
-    """Add a flag for a finite number of at least `least`, with its default in the help."""
-
-    def convert(word: str) -> float:
-        if not least <= (value := kind(word)) < math.inf:
-            raise bad_setting(f"must be at least {least:g}", **{name: word})
-        return value
-
-    convert.__name__ = kind.__name__  # which argparse names in errors
-    shown = text if default is None else f"{text} (default: {default:g})"
-    metavar = "N" if kind is int else "X"
-    parser.add_argument(f"--{name}", type=convert, default=default, metavar=metavar, help=shown)
-
-
 def refuse_run_folder(folder: Path) -> None:
     """Raise UserError if `folder` is a training run's own, whose report would be replaced."""
     if (folder / "metrics.jsonl").exists():
@@ -126,7 +70,7 @@ def command(cfg: Config, gpus: int) -> list[str]:
     if gpus == 1:
         start = [sys.executable, "-u", str(ROOT / "train_fp8.py")]
     else:
-        torchrun = [sys.executable, "-m", "fp8_suite.benchmarks.records.torchrun", "--standalone"]
+        torchrun = [sys.executable, "-m", "fp8_suite.benchmarks.launch.torchrun", "--standalone"]
         start = [*torchrun, f"--nproc_per_node={gpus}", str(ROOT / "train_multi_gpu.py")]
     return start + to_flags(cfg)
 

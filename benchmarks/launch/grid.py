@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8_suite.benchmarks.records.launch import Outcome, is_finished, launch
+from fp8_suite.benchmarks.launch.process import Outcome, is_finished, launch
 from fp8_suite.core.errors import EXIT_FAILED, UserError
 from fp8_suite.training.config import Config, config_from_dict
 from fp8_suite.training.estimate.sizes import check_number_of_ranks, with_data_ranks
