@@ -111,9 +111,7 @@ def build_loaders(
         require_usable(eval_split, held_out, eval_split=cfg.eval_split)
     identity = {"samples": train.fingerprint, "seed": seed}
     identity |= {name: getattr(cfg, name) for name in ("max_seq_length", "packing", "streaming")}
-    workers = {"num_workers": cfg.num_workers, "pin_memory": shape.pin_memory}
-    loader = Loader(source, identity=identity, per_step=shape.micro_batches_per_step, **workers)
-    report = report_on(split, train, source)
+    loader, report = Loader(source, identity=identity), report_on(split, train, source)
     return with_evaluation(eval_split, held_out, layout, loader, report)
 
 
@@ -151,10 +149,10 @@ def with_evaluation(
         selected = None
     if selected is None:
         return Loaders(train, None, report, None, [])
-    shape = replace(layout.shape, batch_size=layout.shape.eval_batch_size)
-    source = Stored(selected.samples, replace(layout, shape=shape), seed=None)
-    workers = {"num_workers": split.cfg.num_workers, "pin_memory": shape.pin_memory}
-    loader = Loader(source, identity={"samples": selected.fingerprint}, restart=True, **workers)
+    batches = {"batch_size": layout.shape.eval_batch_size, "micro_batches_per_step": 1}
+    layout = replace(layout, shape=replace(layout.shape, **batches))
+    source = Stored(selected.samples, layout, seed=None)
+    loader = Loader(source, identity={"samples": selected.fingerprint}, restart=True)
     eval_report = report_on(split, selected, source)
     return Loaders(train, loader, report, eval_report, evaluation_prompts(split, selected))
 

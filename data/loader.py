@@ -41,21 +41,13 @@ class Loader:
     saved position is valid only for the same identity.
     """
 
-    def __init__(
-        self,
-        source: Stored | Stream,
-        *,
-        identity: dict[str, Any],
-        num_workers: int,
-        pin_memory: bool,
-        restart: bool = False,
-        per_step: int = 1,
-    ):
+    def __init__(self, source: Stored | Stream, *, identity: dict[str, Any], restart: bool = False):
         self.source, self.identity, self.restart = source, identity, restart
-        workers = num_workers if source.max_workers is None else min(num_workers, source.max_workers)
-        self.options: dict[str, Any] = {"num_workers": workers, "pin_memory": pin_memory}
+        workers, shape = source.layout.cfg.num_workers, source.layout.shape
+        workers = workers if source.max_workers is None else min(workers, source.max_workers)
+        self.options: dict[str, Any] = {"num_workers": workers, "pin_memory": shape.pin_memory}
         if workers:  # prefetch all micro-batches of a step
-            self.options["prefetch_factor"] = max(2, -(-per_step // workers))
+            self.options["prefetch_factor"] = max(2, -(-shape.micro_batches_per_step // workers))
         self.state = LoaderState(0, source.start)
         self.next_epoch: Iterator[PositionedBatch | UserError | None] | None = None
         # Other epochs may pack into slightly more or fewer micro-batches. Schedules use the count of epoch 0,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from fp8_suite.benchmarks.plan.inputs import size_run
 from fp8_suite.benchmarks.plan.published import published_table
@@ -17,25 +17,21 @@ from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.step_time import step_seconds
 from fp8_suite.training.parallel.settings import MODES
 
+Pair = tuple[float, float]  # (measured, predicted)
 
-@dataclass(frozen=True)
-class Check:
+
+class Check(NamedTuple):
     """Measured and predicted memory and step time of a run."""
 
     name: str
-    memory: tuple[float, float]  # peak in GB: (measured, predicted)
-    seconds: tuple[float, float] | None  # per step: (measured, predicted); None if not comparable
-
-    @staticmethod
-    def error(pair: tuple[float, float]) -> float:
-        """Return the relative error of a prediction."""
-        measured, predicted = pair
-        return predicted / measured - 1
+    memory: Pair  # peak in GB
+    seconds: Pair | None  # per step; None if not comparable
 
 
-def gpu_of(run: RunRecord) -> Gpu | None:
-    """Return the GPU of a recorded run; None if the planner does not know it."""
-    return planned_gpu(run.environment.get("gpu_name") or "CPU")
+def error(pair: Pair) -> float:
+    """Return the relative error of a prediction."""
+    measured, predicted = pair
+    return predicted / measured - 1
 
 
 def recorded_setup(run: RunRecord, gpu: Gpu) -> TrainingSetup:
@@ -54,13 +50,13 @@ def recomputes_as_before(run: RunRecord) -> bool:
     return bool(run.config.get("gradient_checkpointing")) and "recompute" not in run.config
 
 
-def why_not(run: RunRecord) -> str | None:
+def why_not(run: RunRecord, gpu: Gpu | None) -> str | None:
     """Return the reason to leave out a recorded run, or None."""
     if run.summary is None:
         return "did not finish"
     if run.mode not in MODES:
         return "in a mode that this version no longer has"
-    if gpu_of(run) is None:
+    if gpu is None:
         return "not on a GPU that the planner knows"
     return run.remarks.get("plan") or run.remarks.get("older_code")
 
@@ -69,11 +65,11 @@ def check_runs() -> tuple[list[Check], dict[str, list[str]]]:
     """Return the checks of all comparable runs, and the names of the runs left out by reason."""
     checks, left_out = [], {}
     for run in read_table():
-        name = run.folder.as_posix()
-        if reason := why_not(run):
+        name, seconds = run.folder.as_posix(), None
+        gpu = planned_gpu(run.environment.get("gpu_name") or "CPU")
+        if reason := why_not(run, gpu):
             left_out.setdefault(reason, []).append(name)
             continue
-        gpu, seconds = gpu_of(run), None
         setup = recorded_setup(run, gpu)
         comparable = "speed" not in run.remarks and not (recomputes_as_before(run) and run.config["use_te"])
         if comparable and (rate := run.value("tokens_per_second")):
@@ -93,10 +89,10 @@ def check_table(checks: list[Check], left_out: dict[str, list[str]]) -> str:
     return "\n\n".join([*runs, published_table(), summary_table(checks)])
 
 
-def _cells(pair: tuple[float, float] | None, scale: float) -> list[str]:
+def _cells(pair: Pair | None, scale: float) -> list[str]:
     if pair is None:
         return ["-"] * 3
-    return [*(f"{scale * value:.1f}" for value in pair), f"{Check.error(pair):+.1%}"]
+    return [*(f"{scale * value:.1f}" for value in pair), f"{error(pair):+.1%}"]
 
 
 def summary_table(checks: list[Check]) -> str:
@@ -107,8 +103,8 @@ def summary_table(checks: list[Check]) -> str:
     headings = ["study", "runs", "peak: median error", "worst", "timed runs", "step: median error", "worst"]
     rows = []
     for study, checked in studies.items():
-        timed = [Check.error(check.seconds) for check in checked if check.seconds]
-        peaks = [Check.error(check.memory) for check in checked]
+        timed = [error(check.seconds) for check in checked if check.seconds]
+        peaks = [error(check.memory) for check in checked]
         rows.append([study, str(len(peaks)), *_extremes(peaks), str(len(timed)), *_extremes(timed)])
     return markdown(headings, rows)
 

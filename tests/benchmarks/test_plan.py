@@ -5,7 +5,7 @@ import re
 import shlex
 
 import pytest
-from fp8_suite.benchmarks.plan.check import Check, check_runs
+from fp8_suite.benchmarks.plan.check import check_runs, error
 from fp8_suite.benchmarks.plan.inputs import read_model
 from fp8_suite.benchmarks.plan.limits import smallest_card
 from fp8_suite.benchmarks.plan.main import main, run
@@ -43,7 +43,7 @@ def checks():
 
 
 def outliers(checks, read, limit):
-    errors = {check.name: Check.error(read(check)) for check in checks if read(check)}
+    errors = {check.name: error(read(check)) for check in checks if read(check)}
     return {name.removeprefix("h200-modes/"): e for name, e in errors.items() if abs(e) > limit}
 
 

@@ -66,9 +66,10 @@ def model_loss(inner: nn.Module, rows: Loader, spec: ModelSpec, device: torch.de
     model = HFCausalLM(inner, known_family=spec.is_known_family).eval()
     model.choose_attention(device, next(inner.parameters()).dtype)
     layout = rows.source.layout
-    whole = replace(layout, shape=replace(layout.shape, rank=0, world_size=1, context=WHOLE))
-    source = Stored(rows.source.samples, whole, seed=rows.source.seed)
-    loader = Loader(source, identity={}, num_workers=0, pin_memory=False)
+    cfg = replace(layout.cfg, num_workers=0)
+    shape = replace(layout.shape, rank=0, world_size=1, context=WHOLE, pin_memory=False)
+    source = Stored(rows.source.samples, replace(layout, cfg=cfg, shape=shape), seed=rows.source.seed)
+    loader = Loader(source, identity={})
     loss, label_tokens = torch.zeros((), device=device, dtype=torch.float64), 0
     for batch in loader:
         loss += model(**batch.to(device).inputs).loss
