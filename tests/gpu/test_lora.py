@@ -1,12 +1,10 @@
 """LoRA on native TE layers and on torchao's: gradients, FP8 base, recomputation, resume, sharding."""
 
 import json
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from fp8_suite.core.recipes import TORCHAO_RECIPES
 from fp8_suite.te_models.lora.adapters import hf_adapters
 from fp8_suite.te_models.lora.settings import LoraConfig
 from fp8_suite.te_models.options import NativeOptions
@@ -122,15 +120,20 @@ def test_recomputation_and_frozen_fp8_weights_change_no_bits(recipe, recompute, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [*product(RECIPES, ["", "--fp8_weights"]), ("bf16", "")])
 @pytest.mark.parametrize(
-    "more", ["", "--recompute mlp --gradient_accumulation_steps 2 --fp8_stats_interval 4"]
+    "flags",  # every pair of a recipe, stored FP8 weights and statistics
+    [
+        "bf16 --recompute mlp --gradient_accumulation_steps 2",
+        "fp8 --fp8_scenario delayed",
+        f"fp8 --fp8_scenario delayed --fp8_weights {STATISTICS}",
+        f"fp8 --fp8_scenario current {STATISTICS}",
+        "fp8 --fp8_scenario current --fp8_weights",
+        "fp8 --fp8_scenario block",
+        f"fp8 --fp8_scenario block --fp8_weights {STATISTICS}",
+    ],
 )
-def test_a_run_resumes_bit_for_bit(options, more, tmp_path):
-    recipe, stored = options
-    precision = "bf16" if recipe == "bf16" else f"fp8 --fp8_scenario {recipe}"
-    more = more.replace("--fp8_stats_interval 4", "") if recipe == "bf16" else more
-    command = f"{FLAGS} --mixed_precision {precision} {stored} {more}"
+def test_a_run_resumes_bit_for_bit(flags, tmp_path):
+    command = f"{FLAGS} --mixed_precision {flags}"
     output = train(tmp_path / "whole", command)
     assert "BF16 adapters with FP32 masters" in output and " parameters train, in 21 adapters" in output
     train(tmp_path / "resumed", f"{command} --resume {tmp_path}/whole/checkpoints/step_000006")
@@ -144,8 +147,13 @@ def test_a_run_resumes_bit_for_bit(options, more, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", [*TORCHAO_RECIPES, "bf16"])
-@pytest.mark.parametrize("recompute", ["none", "mlp", "layer"])
+@pytest.mark.parametrize(
+    ("recipe", "recompute"),
+    [
+        *[("bf16", "none"), ("bf16", "mlp"), ("tensorwise", "none"), ("tensorwise", "layer")],
+        *[("rowwise", "mlp"), ("rowwise_with_gw_hp", "layer")],
+    ],
+)
 def test_compiled_hugging_face_layers_train_and_resume(recipe, recompute, tmp_path):
     precision = "bf16" if recipe == "bf16" else f"fp8 --fp8_scenario {recipe}"
     command = FLAGS.replace("--use_te ", "") + f" --mixed_precision {precision} --recompute {recompute}"
