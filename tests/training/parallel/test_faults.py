@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError
 from fp8_suite.data import order
-from fp8_suite.data.order import Layout
+from fp8_suite.data.order import BatchLayout
 from fp8_suite.data.samples import Split
 from fp8_suite.training import outcome, prepare, run
 from fp8_suite.training.estimate import modes
@@ -52,14 +52,14 @@ def before_step(number: int, action: Callable[[], None], rank: int, *, whose: in
 
 
 def while_loading(number: int, action: Callable[[], None], rank: int) -> None:
-    collate, calls = Layout.collate, count(1)
+    collate, calls = BatchLayout.collate, count(1)
 
     def changed(layout, step):
         if rank == 1 and next(calls) == number:
             action()
         return collate(layout, step)
 
-    Layout.collate = changed
+    BatchLayout.collate = changed
 
 
 def throw(error: Exception) -> None:

@@ -60,11 +60,13 @@ preload(__name__)
 # The same run on any number of ranks, in any mode
 
 
-def same_run(first: Path, second: Path, *, rel: float = 1e-5, skipped: tuple[int, ...] = ()) -> None:
+def same_run(
+    first: Path, second: Path, *, rel: float = 1e-5, norms: float = 1e-4, skipped: tuple[int, ...] = ()
+) -> None:
     """Compare losses, gradient norms, evaluation, counts and weights; `skipped` steps are not finite."""
     runs = first, second
     # A CPU sums the squares of half a million FP32 numbers with an error of its own.
-    for name, tolerance in {"train/loss": rel, "train/grad_norm": max(rel, 1e-4), "eval/loss": rel}.items():
+    for name, tolerance in {"train/loss": rel, "train/grad_norm": max(rel, norms), "eval/loss": rel}.items():
         a, b = ({k: v for k, v in curve(f, name).items() if k not in skipped} for f in runs)
         assert a == pytest.approx(b, rel=tolerance) and a, name
     a, b = map(summary, runs)
@@ -145,10 +147,11 @@ def test_the_sharding_mode_does_not_change_the_run(mode, accumulation, more, ref
     assert totals["node_hours"] == pytest.approx(totals["nodes"] * totals["runtime_seconds"] / 3600)
 
 
-@pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-5), ("bf16", 2e-3)])
-def test_fsdp_with_checkpoints_is_the_same_run(precision, rel, sharded, reference):
+@pytest.mark.parametrize(("precision", "rel", "norms"), [("fp32", 1e-5, 1e-4), ("bf16", 2e-3, 4e-3)])
+def test_fsdp_with_checkpoints_is_the_same_run(precision, rel, norms, sharded, reference):
+    """On a CPU, BF16 rounds at other places with autocast than with FSDP; norms come to differ by 0.2 %."""
     flags = {"fp32": "--gradient_accumulation_steps 1", "bf16": "--mixed_precision bf16"}[precision]
-    same_run(sharded[precision], reference(flags), rel=rel)
+    same_run(sharded[precision], reference(flags), rel=rel, norms=norms)
 
 
 def test_a_model_that_only_transformers_can_read_is_sharded_too(reference, tmp_path):
