@@ -116,7 +116,8 @@ def add_number(
 
     def convert(word: str) -> float:
         if not least <= (value := kind(word)) < math.inf:
-            raise bad_setting(f"must be at least {least:g}", **{name: word})
+            reason = "must be above 0" if 0 < least < 1 else f"must be at least {least:g}"
+            raise bad_setting(reason, **{name: word})
         return value
 
     convert.__name__ = kind.__name__  # which argparse names in errors
