@@ -5,8 +5,8 @@
 
 It runs train_fp8.py, or train_multi_gpu.py for more GPUs than one, so the time includes loader, clipping and
 optimizer. Any training flag may be added. By default sequences are full of random words (--dataset_name
-synthetic), weights are random and the tokenizer is the demo's. The run folders are reported on as any others;
-padding and recomputation do not count.
+synthetic), weights are random and the tokenizer is the demo's; --dataset_name, --init and --tokenizer_name
+change that. The run folders are reported on as any others; padding and recomputation do not count.
 
 Rates are medians over log intervals of 8 micro-batches, or of one step if that has more or is long: 131,072
 tokens per data rank. Intervals with warm-up steps (the first five, or two if long) or profiled steps do not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 from fp8_suite.benchmarks.records.runs import NO_EFFECT, RunRecord, Series, read_run, with_numbers
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.files import replace_file, to_json
-from fp8_suite.core.hub import is_path
 from fp8_suite.core.readers import read_json
 from fp8_suite.training.tracking.metrics import METRICS
 
@@ -26,6 +26,7 @@ ENVIRONMENT = (
     *("sharding_mode", "world_size", "nodes", "coverage", "data", "attention_backend", "flash_attention"),
     *("seconds_to_first_step", "seconds_by_phase"),
 )
+PRESET_OR_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # tiny-llama, meta-llama/Llama-3.2-1B
 Row = dict[str, Any]
 
 
@@ -70,7 +71,7 @@ def add_runs(folders: list[Path], study: str, path: Path = TABLE, *, model_name:
             continue
         run = read_run(folder)
         model = model_name or run.value("model_name")
-        if is_path(model):
+        if not PRESET_OR_HUB_ID.fullmatch(model):
             raise bad_setting(f"{folder} trained a model from a folder; name it", model_name=model)
         rows[study, name] = to_row(run, study, model)
     replace_file(path, gzip.compress(b"".join(to_json(row) + b"\n" for row in rows.values()), mtime=0))

@@ -6,11 +6,10 @@ import math
 import pytest
 from fp8_suite.benchmarks.records import add
 from fp8_suite.benchmarks.records.runs import read_run
-from fp8_suite.benchmarks.records.table import MAX_POINTS, TABLE, read_table, thin
+from fp8_suite.benchmarks.records.table import MAX_POINTS, PRESET_OR_HUB_ID, TABLE, read_table, thin
 from fp8_suite.benchmarks.report import main as report
 from fp8_suite.benchmarks.report.tables import report_tables
 from fp8_suite.core.errors import UserError
-from fp8_suite.core.hub import is_path
 
 from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, append, write_run
 
@@ -130,14 +129,14 @@ def test_the_recorded_table_is_small_and_whole():
     assert TABLE.stat().st_size < 2**20 and len(runs) > 400
     assert len({run.folder for run in runs}) == len(runs)
     names = {name for run in runs for name in (run.value("model_name"), run.config["model_name"])}
-    assert not [name for name in names if is_path(name)]
+    assert all(map(PRESET_OR_HUB_ID.fullmatch, names))
     assert all(run.environment["date"] and run.environment["versions"] for run in runs)
     assert sum(run.summary is None for run in runs) < 11
     with pytest.raises(UserError, match=r"--study nope: no such study in .* choose from batch_one, "):
         read_table("nope")
 
 
-@pytest.mark.parametrize("model_name", [".gpu/l8b", "/models/llama", "runs/a/export"])
+@pytest.mark.parametrize("model_name", [".gpu/l8b", "/models/llama", "runs/a/export", "export/"])
 def test_a_model_trained_from_a_folder_is_recorded_under_a_name(tmp_path, capsys, model_name):
     summary = SUMMARY | {"model_name": model_name}
     write_run(tmp_path / "run", losses=[2.0], summary=summary, model_name=model_name)

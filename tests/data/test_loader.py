@@ -74,21 +74,23 @@ def ids(batches):
 @mode
 def test_epochs_have_every_sample_once_and_resume_at_any_position(make, mode):
     uninterrupted = make(**mode).train
-    epochs, states = [], [uninterrupted.state_dict()]
+    epochs, states, ends = [], [uninterrupted.state_dict()], []
     for _ in range(2):
         epochs.append([])
         for batch in uninterrupted:
             epochs[-1].append(content(batch))
             states.append(json.loads(json.dumps(uninterrupted.state_dict())))
+        ends.append(uninterrupted.state_dict())
     first, second = ([i for _, samples, *_ in epoch for i in samples] for epoch in epochs)
     assert Counter(first) == Counter(second) == Counter(range(ROWS))
     assert first != second and first != sorted(first) and uninterrupted.state.epoch == 2
     streamed = mode.get("streaming")
     assert uninterrupted.micro_batches_per_epoch == (None if streamed else len(epochs[0]))
     batches = [*epochs[0], *epochs[1]]
-    for done in (len(epochs[0]), *range(0, len(states), 1 + len(states) // 6)):
+    positions = (len(epochs[0]), *range(0, len(states), 1 + len(states) // 6))
+    for done, state in ((len(epochs[0]), ends[0]), *((done, states[done]) for done in positions)):
         loader = make(**mode).train
-        loader.load_state_dict(states[done])
+        loader.load_state_dict(state)
         rest = [content(batch) for _ in range(loader.state.epoch, 2) for batch in loader]
         assert rest == batches[done:]
 
@@ -158,6 +160,11 @@ def test_workers_prefetch_a_step_but_the_state_ignores_prefetched_batches(make, 
     (reader,) = set(loader_module.readers) - before
     assert reader._send_idx - reader._rcvd_idx == ahead  # at least two per worker
     assert loader.state_dict()["position"] == 1
+
+
+def test_evaluation_does_not_prefetch_a_training_step(make):
+    loaders = make(num_workers=2, micro_batches_per_step=7, batch_size=1, eval_samples=8)
+    assert (loaders.train.options["prefetch_factor"], loaders.eval.options["prefetch_factor"]) == (4, 2)
 
 
 def workers():

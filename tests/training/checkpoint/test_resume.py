@@ -1,4 +1,4 @@
-"""Launches in a folder that holds a run: which checkpoint they resume, what may change, what is damaged."""
+"""Launches in a folder that holds a run: which checkpoint they resume, and what may change."""
 
 from __future__ import annotations
 

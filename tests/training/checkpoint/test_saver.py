@@ -111,3 +111,11 @@ def test_memory_that_is_lacking_for_saves_is_an_error_long_before_the_first_one(
         for _ in range(500):
             run.check()
             time.sleep(0.01)
+
+
+def test_the_watchdog_may_look_when_a_save_is_just_ending(built, monkeypatch):
+    """The main thread takes the pending save away between two looks of the watchdog's thread."""
+    looks = iter([SimpleNamespace(done=lambda: True), None])
+    run, _ = built()
+    monkeypatch.setattr(CheckpointSaver, "pending", property(lambda self: next(looks)), raising=False)
+    assert not run.saving()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fp8_suite.core.errors import UserError
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.training.checkpoint import index, store
 from fp8_suite.training.checkpoint.manifest import DamagedCheckpoint
 from fp8_suite.training.checkpoint.resume import eval_losses
@@ -228,6 +228,7 @@ def test_damage_is_named_with_an_intact_checkpoint_to_resume(tmp_path, kind):
     for use in uses + [checkpoints.read_meta] * ("shard" not in kind):
         with pytest.raises(DamagedCheckpoint, match=reason) as caught:
             use(path)
+        assert caught.value.exit_code == EXIT_BAD_SETTING
         assert str(path) in str(caught.value) and str(caught.value).endswith(f"intact: `--resume {intact}`")
     index.verify(tmp_path / "step_000004")
     damage(tmp_path / "step_000004")

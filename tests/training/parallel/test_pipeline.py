@@ -49,7 +49,7 @@ def tied(small) -> str:
         (f"{EPOCH} --no_packing", PP),
         (f"{FP8} delayed", f"{PP} --recompute mlp:2+layer"),
         (f"{FP8} delayed", f"{PP} --virtual_stages 2 --pipeline_schedule interleaved"),
-        (f"{FP8} current --bf16_last_layers 1", PP),
+        (f"{FP8} block --bf16_last_layers 1", PP),
     ],
 )
 def test_a_pipeline_is_the_run_of_one_rank_bit_for_bit(flags, pipeline, untied, reference, tmp_path):
