@@ -129,7 +129,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, (default, noun) in SIZES.items():
         add_number(parser, name, default, noun)
     steps = f"steps; the first {WARMUP_STEPS} are not measured"
-    add_number(parser, "steps", 16, steps, least=WARMUP_STEPS + 1)
+    add_number(parser, "steps", 16, steps, minimum=WARMUP_STEPS + 1)
     parser.add_argument("--stack", choices=STACKS, default="torchao", help="default: torchao")
     precisions = dict.fromkeys(sum(STACKS.values(), ()))
     parser.add_argument("--precision", choices=precisions, default="bf16", help="default: bf16")

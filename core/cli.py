@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_INTERRUPTED, UserError, bad_setting
 from fp8_suite.core.readers import UnreadableFile, read_yaml
-from fp8_suite.core.settings import Setting, nearest, split_hint
+from fp8_suite.core.settings import Setting, check_bounds, nearest, split_hint
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -110,14 +110,17 @@ def add_number(
     text: str,
     *,
     kind: type = int,
-    least: float = 1,
+    **bounds: float,
 ) -> None:
-    """Add a flag for a finite number of at least `least`, with its default in the help."""
+    """Add a flag for a finite number within `bounds`, by default of at least 1, with its default in the help.
+
+    `bounds` are those of a setting.
+    """
 
     def convert(word: str) -> float:
-        if not least <= (value := kind(word)) < math.inf:
-            reason = "must be above 0" if 0 < least < 1 else f"must be at least {least:g}"
-            raise bad_setting(reason, **{name: word})
+        check_bounds(name, value := kind(word), bounds or {"minimum": 1})
+        if math.isinf(value):
+            raise bad_setting("must be finite", **{name: word})
         return value
 
     convert.__name__ = kind.__name__  # which argparse names in errors

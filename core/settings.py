@@ -69,11 +69,16 @@ class Section:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value = getattr(self, f.name)
-            for bound, limit in f.metadata["bounds"].items():
-                holds, words = BOUNDS[bound]
-                if isinstance(value, int | float) and not holds(value, limit):
-                    raise bad_setting(f"must be {words} {limit}", **{f.name: value})
+            if isinstance(value := getattr(self, f.name), int | float):
+                check_bounds(f.name, value, f.metadata["bounds"])
+
+
+def check_bounds(name: str, value: float, bounds: dict[str, float]) -> None:
+    """Raise UserError for a number out of `bounds`, which are named as in BOUNDS."""
+    for bound, limit in bounds.items():
+        holds, words = BOUNDS[bound]
+        if not holds(value, limit):
+            raise bad_setting(f"must be {words} {limit}", **{name: value})
 
 
 def nearest(name: Any, candidates: Iterable[str]) -> str:

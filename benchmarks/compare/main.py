@@ -37,10 +37,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     limit = "limit in percent: PASS if the loss surely is at most X above BF16's"
     price = "price in any currency; adds a column with costs"
     add_number(parser, "gpus", 1, "GPUs per run")
-    add_number(parser, "paired_seeds", 2, paired, least=0)
-    add_number(parser, "noise_seeds", 0, noise, least=0)
-    add_number(parser, "max_loss_gap", MAX_LOSS_GAP, limit, kind=float, least=0)
-    add_number(parser, "price_per_gpu_hour", None, price, kind=float, least=0)
+    add_number(parser, "paired_seeds", 2, paired, minimum=0)
+    add_number(parser, "noise_seeds", 0, noise, minimum=0)
+    add_number(parser, "max_loss_gap", MAX_LOSS_GAP, limit, kind=float, minimum=0)
+    add_number(parser, "price_per_gpu_hour", None, price, kind=float, minimum=0)
     strict = "exit with 1 also if a recipe cannot run here or is not decided"
     parser.add_argument("--strict", action="store_true", help=strict)
     return split_flags(parser, argv)

@@ -42,7 +42,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     add_number(parser, "batch_size", None, batch)
     add_number(parser, "max_new_tokens", 512, "longest answer")
     examples = "lm-eval: examples in the prompt (default: the task's)"
-    add_number(parser, "num_fewshot", None, examples, least=0)
+    add_number(parser, "num_fewshot", None, examples, minimum=0)
     add_number(parser, "limit", None, "lm-eval: samples per task (default: all)")
     text = "lm-eval: prompt with the chat template"
     parser.add_argument("--apply_chat_template", action="store_true", help=text)

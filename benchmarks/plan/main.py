@@ -37,7 +37,7 @@ GPU_FLAGS = {
     "memory_tbs": ("memory_bandwidth", 1e12, "for another GPU: memory bandwidth in TB/s"),
     "link_gbs": ("link_bandwidth", 1e9, "for another GPU: NVLink or PCIe bandwidth in GB/s, one direction"),
 }
-SMALLEST = 1e-9  # number in a flag
+LARGEST = 1e18  # number in a flag
 DISK_GBS = 1.0  # rate of writing checkpoints, if only --save_interval is given
 COLUMNS = (
     *("GPUs", "mode", "peak GB", "largest micro-batch"),
@@ -263,7 +263,7 @@ def _counts(text: str) -> list[int]:
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the plan's own flags, without the training flags."""
     parser = command_parser(PROG, __doc__, trains=True)
-    add, number = parser.add_argument, partial(add_number, parser, kind=float, least=SMALLEST)
+    add, number = parser.add_argument, partial(add_number, parser, kind=float, above=0, below=LARGEST)
     gpus = "numbers of GPUs to plan for (default: 1,8,64,512,4096)"
     add("--gpus", type=_counts, default=[1, 8, 64, 512, 4096], metavar="N,N,...", help=gpus)
     add_number(parser, "gpus_per_node", 8, "GPUs per node")

@@ -42,7 +42,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Return the parsed flags of the benchmark, and the training settings."""
     parser = command_parser(PROG, __doc__, trains=True)
     add_number(parser, "repeats", 3, "saves of a kind after its first")
-    add_number(parser, "steps", None, "steps a save (default: as many as it takes)", least=4)
+    add_number(parser, "steps", None, "steps a save (default: as many as it takes)", minimum=4)
     arguments, training = split_flags(parser, argv)
     requested = given_settings(training, PROG, OWNED)
     if not requested.get("output_dir"):
