@@ -69,15 +69,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     add_number(parser, "repeats", 1, "runs to measure")
     parser.add_argument("--profile", action="store_true", help="also record the GPU time by kind of kernel")
     arguments, training = split_flags(parser, argv)
-    return arguments, given_settings(training, PROG, OWNED)
+    requested = given_settings(training, PROG, OWNED)
+    if requested.get("dataset_name") == SYNTHETIC:  # the default
+        del requested["dataset_name"]
+    return arguments, requested
 
 
 @as_command
 def main(argv: list[str]) -> int:
     """Run all repeats and report on them. Exit codes: 0 done, 2 bad setting, or the first failed run's."""
     arguments, requested = parse(argv)
-    if synthetic := requested.get("dataset_name", SYNTHETIC) == SYNTHETIC:
-        requested.pop("dataset_name", None)
     import torch  # slow to import
 
     cfg, data_ranks = with_data_ranks(config_from_dict(requested), arguments.gpus)
@@ -91,6 +92,7 @@ def main(argv: list[str]) -> int:
         raise bad_setting(reason, steps=steps)
     settings = DEFAULTS | requested | FIXED | {"max_steps": steps, "log_interval": interval}
     settings |= {"profile_steps": profiled} if profiled else {}
+    synthetic = "dataset_name" not in requested
     if synthetic and settings["tokenizer_name"] != "demo":
         reason = "synthetic text needs the demo tokenizer; drop it, or add --dataset_name"
         raise bad_setting(reason, tokenizer_name=settings["tokenizer_name"])

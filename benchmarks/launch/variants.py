@@ -27,8 +27,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 OWNED = ("use_te", "mixed_precision", "fp8_scenario", "fp8_fallback", "output_dir", "resume")
 # Settings and sections that a variant may change. All others are equal in all runs of an experiment.
-VARIED = ("te_backend", "gradient_checkpointing", "recompute", "offload_activations", "compile")
-VARIED += ("batch_size", "gradient_accumulation_steps")
+VARIED = (
+    *("te_backend", "gradient_checkpointing", "recompute", "offload_activations", "compile"),
+    *("batch_size", "gradient_accumulation_steps"),
+)
 VARIED_SECTIONS = ("precision", "sharding")
 
 

@@ -36,8 +36,7 @@ def differences(run: RunRecord, reference: RunRecord, *, experiment: bool = Fals
     pairs["sequences per step"] = run.global_batch, reference.global_batch
     if all(run.setting(name) == reference.setting(name) for name in ("tokenizer_name", "seed")):
         for part in ("train", "eval") if experiment else ("train",):
-            data = [r.environment.get("data") or {} for r in (run, reference)]
-            prints = tuple((of_run.get(part) or {}).get("fingerprint") for of_run in data)
+            prints = fingerprint(run, part), fingerprint(reference, part)
             pairs |= {f"{part} samples": prints} if all(prints) else {}
         counts = ("steps", "label_tokens", "eval_label_tokens") if experiment else ()
         pairs |= {name: (run.value(name), reference.value(name)) for name in counts}
@@ -50,6 +49,11 @@ def differences(run: RunRecord, reference: RunRecord, *, experiment: bool = Fals
     return [
         f"{name} {value} instead of {wanted}" for name, (value, wanted) in pairs.items() if value != wanted
     ]
+
+
+def fingerprint(run: RunRecord, part: str) -> str | None:
+    """Return the fingerprint of the `train` or `eval` samples; None if it was not recorded."""
+    return ((run.environment.get("data") or {}).get(part) or {}).get("fingerprint")
 
 
 def pick_reference(runs: list[RunRecord]) -> RunRecord:
