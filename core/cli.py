@@ -77,14 +77,14 @@ def read_yaml_settings(path: str) -> dict[str, Any]:
 
 
 def as_command(work: Callable[[list[str]], int]) -> Callable[[list[str] | None], int]:
-    """Decorate a benchmark's main function: it reads sys.argv by default, and an error is one line."""
+    """Decorate a command's main function: it reads sys.argv by default, and an error is one line."""
 
     @functools.wraps(work)
     def main(argv: list[str] | None = None) -> int:
         try:
             return work(sys.argv[1:] if argv is None else argv)
         except KeyboardInterrupt as stop:
-            print(f"{str(stop) or 'interrupted'}; run the same command to resume", file=sys.stderr)
+            print(str(stop) or "interrupted", file=sys.stderr)
             return EXIT_INTERRUPTED
         except BrokenPipeError:  # a reader such as `head` closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -97,7 +97,7 @@ def as_command(work: Callable[[list[str]], int]) -> Callable[[list[str] | None],
 
 
 def command_parser(prog: str, description: str, *, trains: bool = False) -> OneLineParser:
-    """Return a parser for a benchmark's own flags; with `trains`, --help mentions the training flags."""
+    """Return a parser for a command's own flags; with `trains`, --help mentions the training flags."""
     epilog = "All training flags are accepted too: python train_fp8.py --help" if trains else None
     first = description.splitlines()[0]
     return OneLineParser(prog=prog, allow_abbrev=False, description=first, epilog=epilog)

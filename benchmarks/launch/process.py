@@ -107,7 +107,7 @@ def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:
     error = next((x.removeprefix("error: ") for x in reversed(output) if x.startswith("error: ")), None)
     outcome = Outcome(process.returncode, folder, error, next(filter(str.strip, reversed(output)), ""))
     if signals or outcome.code == EXIT_INTERRUPTED:
-        raise KeyboardInterrupt(f"interrupted in {folder.name}")
+        raise KeyboardInterrupt(f"interrupted in {folder.name}; run the same command to resume")
     if outcome.code == EXIT_IN_USE:
         raise bad_input(f"{folder.name}: {error}; then run the same command to resume")
     return outcome

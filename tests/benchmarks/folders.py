@@ -107,6 +107,7 @@ def launch_here(cfg: Config, *, gpus: int, log: Path) -> Outcome:
     with redirect_stderr(printed):
         code = run.main(to_flags(cfg), description="test", start=lambda cfg: torch.device("cpu"))
     if code == EXIT_INTERRUPTED:
-        raise KeyboardInterrupt(f"interrupted in {Path(cfg.checkpoint.output_dir).name}")
+        name = Path(cfg.checkpoint.output_dir).name
+        raise KeyboardInterrupt(f"interrupted in {name}; run the same command to resume")
     errors = [line.removeprefix("error: ") for line in printed.getvalue().splitlines() if "error: " in line]
     return Outcome(code, Path(cfg.checkpoint.output_dir), *errors[-1:])

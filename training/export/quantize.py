@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from fp8_suite.core.cli import OneLineParser
+from fp8_suite.core.cli import as_command, command_parser
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.files import write_json
 from fp8_suite.core.readers import read_json
@@ -54,24 +54,19 @@ def quantize_export(source: str, folder: Path, form: Form) -> str:
     return quantizer.describe()
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Quantize an export and return the exit code."""
-    parser = OneLineParser(
-        prog="python -m training.export.quantize",
-        description="Write a Hugging Face model with FP8 weights for vLLM and transformers.",
-    )
+@as_command
+def main(argv: list[str]) -> int:
+    """Quantize an export. Exit codes: 0 done, 1 failed, 2 bad setting, 75 interrupted."""
+    description = "Write a Hugging Face model with FP8 weights for vLLM and transformers."
+    parser = command_parser("python -m training.export.quantize", description)
     parser.add_argument("source", metavar="EXPORT", help="model, such as RUN/export")
     parser.add_argument("folder", metavar="OUT", type=Path, help="new folder")
     scales = "one scale per 128 x 128 block (default), or per channel"
     parser.add_argument("--form", choices=list(FORMS), default="block", help=scales)
-    try:
-        args = parser.parse_args(argv)
-        print(quantize_export(args.source, args.folder, FORMS[args.form]))
-        print(f"written to {args.folder}")
-        return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    args = parser.parse_args(argv)
+    print(quantize_export(args.source, args.folder, FORMS[args.form]))
+    print(f"written to {args.folder}")
+    return 0
 
 
 if __name__ == "__main__":
