@@ -121,7 +121,8 @@ def closest_preset(name: str) -> str | None:
 def require_model(name: str, init: str) -> None:
     """Raise UserError if --model_name is a path that does not exist, or a misspelled preset."""
     if name in LOCAL_PRESETS and init == "pretrained":
-        raise bad_setting(f"the preset {name} has no weights; use --init random", init="pretrained")
+        reason = "this preset has no weights; give another model, or use --init random"
+        raise bad_setting(reason, model_name=name)
     if name in LOCAL_PRESETS or (init == "random" and name in PRESETS):
         return
     require_folder("model_name", name)

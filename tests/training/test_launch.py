@@ -38,7 +38,7 @@ def test_settings_are_parsed_except_under_torchrun_where_ranks_report_errors_tog
         ("--batch_size 0", "--batch_size 0: must be at least 1"),
         ("--model_name ./none", "--model_name ./none: there is no such folder"),
         ("--model_name tiny-lama", "--model_name tiny-lama: there is no such preset or folder; did you mean"),
-        ("--init pretrained", "--init pretrained: the preset tiny-llama has no weights"),
+        ("--init pretrained", "--model_name tiny-llama: this preset has no weights"),
         ("--global_batch_size 7 --batch_size 2", "cannot be shared by 1 rank; use 8 sequences"),
         ("--grad_reduce_dtype fp8", "--grad_reduce_dtype fp8: one device exchanges no gradients"),
         ("--tokenizer_name /none", "--tokenizer_name /none: there is no such folder"),

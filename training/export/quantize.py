@@ -16,7 +16,7 @@ from fp8_suite.te_models.quantized.forms import FORMS, Form, Quantizer, layer_of
 from fp8_suite.te_models.quantized.reader import MODELOPT_FILE
 from fp8_suite.te_models.spec import find_model, weight_source
 from fp8_suite.te_models.weights import INDEX
-from fp8_suite.training.export.write import replacing_export, require_finite, write_shards
+from fp8_suite.training.export.write import replacing_export, write_shards
 from torch import Tensor
 
 COPIED = ("*.json", "*.jinja", "*.py", "*.model", "*.txt", "*.tiktoken")  # files beside the weights
@@ -36,7 +36,8 @@ def quantize_export(source: str, folder: Path, form: Form) -> str:
     def read() -> Iterator[tuple[str, Tensor]]:
         for name in sorted(weights.shapes(), key=layer_of):
             tensor = weights.get(name).to(device)
-            require_finite(name, tensor)
+            if not tensor.isfinite().all():
+                raise UserError(f"{source}: {name} has infinite or NaN values; give another model")
             yield name, tensor
 
     def quantized() -> Iterator[tuple[str, Tensor]]:

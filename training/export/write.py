@@ -153,18 +153,12 @@ def _check_and_cast(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[s
             raise UserError(f"export: {name} is {list(tensor.shape)}, but the model {expected}")
         exact = name in buffers or any(part in f".{name}." for part in parts)
         cast = tensor.bfloat16() if tensor.is_floating_point() and not exact else tensor
-        if name not in buffers:
-            require_finite(name, cast)
+        if name not in buffers and not cast.isfinite().all():
+            way_out = "--resume an earlier checkpoint with another --output_dir"
+            raise UserError(f"not exported: {name} has infinite or NaN values; {way_out}")
         yield name, cast
     if missing:
         raise UserError(f"export: {len(missing)} weights of the model are missing, {min(missing)} first")
-
-
-def require_finite(name: str, tensor: Tensor) -> None:
-    """UserError if a tensor has infinite or NaN values."""
-    if not tensor.isfinite().all():
-        way_out = "--resume an earlier checkpoint with another --output_dir"
-        raise UserError(f"not exported: {name} has infinite or NaN values; {way_out}")
 
 
 def _to_hub_format(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
