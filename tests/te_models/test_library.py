@@ -261,6 +261,7 @@ def test_what_is_saved_is_transformers_model_and_loads_here_again(tied, tmp_path
     again = te_models.from_pretrained(str(tmp_path), recipe="current")
     assert equal(weights(again), weights(model))
     torch.testing.assert_close(again(**inputs).loss, model(**inputs).loss, rtol=0, atol=0)
+    assert equal(weights(te_models.convert(model, recipe="bf16")), weights(model))
     fp32, bf16 = (te_models.convert(hugging_face(), recipe=recipe) for recipe in ("fp32", "bf16"))
     assert not fp32.load_state_dict(bf16.state_dict()).missing_keys
 

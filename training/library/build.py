@@ -45,12 +45,13 @@ def from_pretrained(
 def convert(hf_model: nn.Module, recipe: str = TE_RECIPES[0], *, backend: str = "auto") -> TEForCausalLM:
     """Return a model of TE layers with a copy of a transformers model's weights, in their dtype.
 
-    `recipe` and `backend`: see `from_pretrained`. UserError if TE layers cannot represent the model.
+    It may have TE layers already, to change the recipe. `recipe` and `backend`: see `from_pretrained`.
+    UserError if TE layers cannot represent the model.
     """
     spec = ModelSpec(type(hf_model).__name__, copy.deepcopy(hf_model.config), None)
     refuse_te(spec.name, spec.config, 1)
     model = _build(spec, recipe, hf_model.dtype, backend, load_weights=False)
-    model.load_state_dict(dict(hf_model.named_parameters()))
+    model.load_state_dict(hf_model.state_dict())
     return model
 
 
