@@ -157,10 +157,10 @@ def test_settings_that_go_together_are_accepted(argv):
 
 def test_flags_win_over_a_file_and_its_values_are_as_written(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("learning_rate: 1e-4\nbatch_size: 3\npacking: false\nmax_steps: 010\n")
-    cfg = parse("--config", str(file), "--batch_size", "5", "--packing")
+    file.write_text("learning_rate: 1e-4\nbatch_size: 3\npacking: false\nmax_steps: 010\neval_split: test\n")
+    cfg = parse("--config", str(file), "--batch_size", "5", "--packing", "--eval_split", "none")
     assert (cfg.optim.learning_rate, cfg.optim.batch_size, cfg.data.packing) == (1e-4, 5, True)
-    assert cfg.optim.max_steps == 10
+    assert cfg.optim.max_steps == 10 and cfg.data.eval_split is None
     for name in ("2026-01-31", "12:30:00", "1e-4", "1e3", "0123"):
         file.write_text(f"wandb_run_name: {name}\nmax_steps: 1e3")
         cfg = parse("--config", str(file))
