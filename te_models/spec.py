@@ -280,10 +280,10 @@ def from_config(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
     return kind.from_config(spec.config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
 
 
-def on_meta(spec: ModelSpec) -> nn.Module:
+def on_meta(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
     """Build transformers' model on the meta device."""
     with torch.device("meta"):
-        return from_config(spec)
+        return from_config(spec, dtype)
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:

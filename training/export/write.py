@@ -15,7 +15,7 @@ from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.core.files import hidden, publish, recover, sync_to_disk, write_json, write_remedy
 from fp8_suite.core.readers import read_record
 from fp8_suite.te_models.quantized.forms import Quantizer, layer_of
-from fp8_suite.te_models.spec import auto_class
+from fp8_suite.te_models.spec import ModelSpec, on_meta, tied_names
 from fp8_suite.training.checkpoint.store import in_groups
 from fp8_suite.training.checkpoint.writer import write_tensors
 from torch import Tensor, nn
@@ -49,9 +49,7 @@ def export_hf(
     with replacing_export(folder) as partial:
         config = copy.deepcopy(config)
         config.dtype = torch.bfloat16
-        with torch.device("meta"):
-            kind = auto_class(config, trust_remote_code=trust_remote_code)
-            model = kind.from_config(config, trust_remote_code=trust_remote_code)
+        model = on_meta(ModelSpec("", config, None, trust_remote_code), torch.bfloat16)
         config.architectures = [type(model).__name__]
         stored = _to_hub_format(model, _check_and_cast(model, tensors))
         write_shards(partial, quantizer.quantize(stored) if quantizer else stored)
@@ -142,8 +140,7 @@ def _check_and_cast(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[s
     need more precision than BF16.
     """
     # Detect tied weights on the model: a composite config may set them in a sub-config.
-    unique = {name for name, _ in model.named_parameters()}
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - unique
+    tied = tied_names(model)
     missing = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
     buffers = {name for name, _ in model.named_buffers()}
     parts = [f".{part}." for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]

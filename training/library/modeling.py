@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from fp8_suite.core.errors import UserError
 from fp8_suite.data.collate import IGNORE
 from fp8_suite.te_models.decoder import TECausalLM
-from fp8_suite.te_models.spec import ModelSpec, from_config, parameter_shapes, refuse_length, tied_names
+from fp8_suite.te_models.spec import ModelSpec, on_meta, parameter_shapes, refuse_length, tied_names
 from fp8_suite.te_models.weights import TensorSource, load_te, te_to_hf
 from fp8_suite.training.library.inputs import decoder_inputs
 from fp8_suite.training.precision import scaling
@@ -169,8 +169,7 @@ class TEForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _hugging_face(self) -> PreTrainedModel:
         """Return transformers' model of this configuration, on the meta device."""
-        with torch.device("meta"):
-            return from_config(ModelSpec("", self.config, None), self.dtype)
+        return on_meta(ModelSpec("", self.config, None), self.dtype)
 
     def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, **options: Any) -> Any:
         """Load this model's tensors, or those of transformers' model, as `save_pretrained` wrote them."""
