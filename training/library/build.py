@@ -45,8 +45,8 @@ def from_pretrained(
 def convert(hf_model: nn.Module, recipe: str = TE_RECIPES[0], *, backend: str = "auto") -> TEForCausalLM:
     """Return a model of TE layers with a copy of a transformers model's weights, in their dtype.
 
-    It may have TE layers already, to change the recipe. `recipe` and `backend`: see `from_pretrained`.
-    UserError if TE layers cannot represent the model.
+    `hf_model` may already have TE layers: that changes its recipe. `recipe` and `backend`: see
+    `from_pretrained`. UserError if TE layers cannot represent the model.
     """
     spec = ModelSpec(type(hf_model).__name__, copy.deepcopy(hf_model.config), None)
     refuse_te(spec.name, spec.config, 1)
