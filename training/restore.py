@@ -8,12 +8,18 @@ from functools import partial
 from fp8_suite.data.build import Loaders
 from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.progress import Progress
-from fp8_suite.training.checkpoint.resume import eval_losses, forget_evaluations, frozen_base, roll_back
+from fp8_suite.training.checkpoint.resume import (
+    eval_losses,
+    forget_evaluations,
+    frozen_base,
+    gradient_ratio,
+    roll_back,
+)
 from fp8_suite.training.checkpoint.state import RunState, region_of, restore_run
 from fp8_suite.training.config import all_settings, changed_settings
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
-from fp8_suite.training.precision.scaling import DelayedScalingState, Scaling
+from fp8_suite.training.precision.scaling import DelayedScalingState, Scaling, scale_gradients
 from fp8_suite.training.prepare import PreparedRun
 
 
@@ -36,6 +42,7 @@ def restore(prepared: PreparedRun, loaders: Loaders, assembly: Assembly) -> tupl
     if prepared.resume:
         prepared.watchdog.starting("restoring the checkpoint")
         saved = restore_run(prepared.checkpoints, prepared.resume, state)
+        scale_gradients(saved, gradient_ratio(prepared.resume.meta["config"], prepared.cfg.to_dict()))
         if prepared.strategy.loss_scale:
             prepared.strategy.loss_scale.load(state.progress.loss_scale)
         evaluated = _restore_evaluations(prepared, loaders.eval_fingerprint, state.progress)

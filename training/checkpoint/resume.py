@@ -259,6 +259,15 @@ def step_batch(settings: dict[str, Any], world_size: int) -> int:
     return rank_batch(settings) * recorded_data_ranks(settings, world_size)
 
 
+def gradient_ratio(old: dict[str, Any], new: dict[str, Any]) -> float:
+    """Return how many times as large the gradients within a rank are with `new` settings as with `old` ones.
+
+    `train_step` divides the loss by the tokens of a step per rank. Settings are without `auto`.
+    """
+    before, now = (rank_batch(s) / s.get("context_parallel_size", 1) for s in (old, new))
+    return before / now
+
+
 # Steps
 
 

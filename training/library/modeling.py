@@ -88,7 +88,7 @@ class TEModel(nn.Module):
                 torch.autograd.grad(loss, trained, allow_unused=True)
         ranks = dist.get_world_size() if dist.is_initialized() else 1  # `num_items` is the sum over all
         tokens = (targets != IGNORE).sum() if num_items is None else num_items / ranks
-        scaling.scale_gradients(self.decoder, 1 / max(1.0, float(tokens)))
+        scaling.scale_gradients(scaling.scaling_state(self.decoder), 1 / max(1.0, float(tokens)))
 
 
 class TEForCausalLM(PreTrainedModel, GenerationMixin):

@@ -88,7 +88,7 @@ class DelayedScalingState(Scaling):
                 strategy.discard(wrapped, self.optimizer)
         # Ranks share their scales, so all use the mean number of tokens.
         tokens = strategy.sum(torch.tensor(float(batch.label_tokens), device=strategy.device)).item()
-        scale_gradients(self.model, 1 / max(1, tokens / strategy.topology.sum_size * self.micro_batches))
+        self.scale_gradients(1 / max(1, tokens / strategy.topology.sum_size * self.micro_batches))
 
     def _run(self, inputs: dict[str, Any]) -> None:
         with self.strategy.accumulating(self.wrapped, first=True, last=True):
@@ -106,7 +106,7 @@ class DelayedScalingState(Scaling):
                 tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def scale_gradients(self, factor: float) -> None:
-        scale_gradients(self.model, factor)
+        scale_gradients(scaling_state(self.model), factor)
 
     def state(self) -> dict[str, Tensor]:
         """Collective under tensor parallelism.
@@ -172,14 +172,14 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def scale_gradients(model: nn.Module, factor: float) -> None:
-    """Convert the gradients' scales and amaxes to those of a loss multiplied by `factor`.
+def scale_gradients(state: dict[str, Tensor], factor: float) -> None:
+    """Convert the gradients' scales and amaxes in place to those of a loss multiplied by `factor`.
 
     Exact, because backward is linear. Delayed scaling starts from scales of 1, where gradients of a loss
     averaged over 10,000 tokens underflow in E5M2, so the first gradients would be wrong (measured:
     docs/precision.md). Gradients of the summed loss do not underflow: calibration uses it.
     """
-    for name, tensor in scaling_state(model).items():
+    for name, tensor in state.items():
         if ".scaling_bwd." in name:
             tensor.mul_(factor if name.endswith("amax_history") else 1 / factor)
 

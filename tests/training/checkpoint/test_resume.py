@@ -15,7 +15,7 @@ from fp8_suite.data.build import Loaders
 from fp8_suite.training import finish
 from fp8_suite.training import trainer as trainer_module
 from fp8_suite.training.checkpoint.progress import Progress
-from fp8_suite.training.checkpoint.resume import ResumePoint, check_folder, check_resume
+from fp8_suite.training.checkpoint.resume import ResumePoint, check_folder, check_resume, gradient_ratio
 from fp8_suite.training.config import Config, config_from_dict
 from fp8_suite.training.optim import optimizer
 from fp8_suite.training.outcome import report_failure
@@ -98,6 +98,14 @@ def test_a_batch_may_be_split_differently_and_grow_with_the_ranks(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(config_from_dict(of_64).to_dict()))
     (tmp_path / "env.json").write_text('{"world_size": 4}')
     check_folder(config_from_dict(of_64 | {"batch_size": 4}), tmp_path, 8)
+
+
+def test_gradients_within_a_rank_grow_with_the_ranks_that_share_a_batch():
+    whole = {"batch_size": 8, "gradient_accumulation_steps": 1}
+    split = {"batch_size": 4, "gradient_accumulation_steps": 2}
+    assert gradient_ratio(whole, split) == 1
+    assert gradient_ratio(whole, whole | {"batch_size": 1}) == 8
+    assert gradient_ratio(split | {"context_parallel_size": 2}, whole) == 0.5
 
 
 def test_moments_are_converted_to_another_format_with_a_notice():

@@ -123,6 +123,7 @@ def test_a_checkpoint_resumes_bit_for_bit_and_in_another_layout(run, models, tmp
         "shared": (whole, f"{TP} ddp", 2),
     }
     resume_in_layouts(tmp_path, flags.format(**models), layouts, 1e-2)
+    same_scales(tmp_path / "one", shared, step=4, ratio=0.5)
 
 
 @pytest.mark.parametrize(

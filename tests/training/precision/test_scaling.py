@@ -73,7 +73,7 @@ def test_scrub_clears_non_finite_amaxes_and_gradient_scaling_changes_backward_on
     assert history.tolist() == [[0.0, 0.0, 5.0], *[[2.0] * 3] * 3]
 
     model = Scaled()
-    scaling.scale_gradients(model, 1 / 4)
+    scaling.scale_gradients(scaling.scaling_state(model), 1 / 4)
     forward, backward = model.fp8_meta["scaling_fwd"], model.fp8_meta["scaling_bwd"]
     assert forward.scale.eq(8).all() and forward.amax_history.eq(2).all()
     assert backward.scale.eq(32).all() and backward.amax_history.eq(0.5).all()
