@@ -9,6 +9,7 @@ import pytest
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.benchmarks.records.table import read_table, read_texts, studies
 from fp8_suite.benchmarks.report.gaps import final_gap
+from fp8_suite.benchmarks.report.judge import Judgement
 from fp8_suite.benchmarks.report.main import main
 from fp8_suite.core.packages import ROOT
 
@@ -17,7 +18,7 @@ MEASURES = {"tokens/s": "tokens_per_second", "TFLOP/s": "model_tflops_per_gpu", 
 NUMBER = r"[+-]?[\d,]*\.?\d+"
 # Sections whose tables quote studies that the page names elsewhere.
 NAMED_ELSEWHERE = {
-    ("README.md", "Train"): ["throughput", "h200-models", "h200-eight", "h200-offload", "lora"],
+    ("README.md", "Train"): ["throughput", "h200-models", "h200-four", "h200-eight", "h200-offload", "lora"],
 }
 
 
@@ -173,21 +174,29 @@ def test_gaps_of_a_thousand_steps_are_those_of_the_record():
 
 
 def test_losses_of_five_thousand_steps_are_those_of_the_record():
-    runs = {run.precision: run for run in runs_of("five_thousand_steps")}
+    runs = {(run.precision, str(run.config["seed"])): run for run in runs_of("five_thousand_steps")}
     gaps, ends = (table.rows for table in tables() if table.section == "Five thousand steps")
     for row in gaps:
         first, last = (int(step.replace(",", "")) for step in row.pop("steps").split(" to "))
         means = {
-            name: fmean(loss for step, loss in run.series("train/loss") if first <= step <= last)
-            for name, run in runs.items()
+            key: fmean(loss for step, loss in run.series("train/loss") if first <= step <= last)
+            for key, run in runs.items()
         }
-        assert shows(row.pop("BF16"), means["bf16"])
-        assert all(shows(gap, 100 * (means[name] / means["bf16"] - 1)) for name, gap in row.items()), row
+        gap = {key: 100 * (mean / means["bf16", key[1]] - 1) for key, mean in means.items()}
+        delayed = [gap["delayed", seed] for seed in ("42", "43", "44")]
+        assert shows(row.pop("BF16"), means["bf16", "42"])
+        assert shows(row.pop("mean"), fmean(delayed))
+        shown = row.pop("95 % bounds").split(" to ")
+        assert all(map(shows, shown, Judgement(tuple(delayed)).bounds))
+        for name, shown in row.items():
+            recipe, seed = name.replace("seed ", "").split(", ")
+            assert shows(shown, gap[recipe, seed]), row
     for row in ends:
-        run = runs[row["trained in"].lower()]
+        run = runs[row["trained in"].lower(), row["seed"]]
         losses = run.value("eval_loss"), run.value("export_loss_bf16"), run.value("export_loss_fp8")
         assert all(map(shows, (row["evaluated as trained"], row["BF16 export"], row["FP8 export"]), losses))
         assert shows(row["in BF16"], run.value("eval_loss_bf16") or losses[0])
+    assert len(ends) == len(runs)
 
 
 def test_the_example_of_a_comparison_is_that_of_the_record():

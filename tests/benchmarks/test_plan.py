@@ -47,22 +47,23 @@ def outliers(checks, read, limit):
     return {name.removeprefix("h200-modes/"): e for name, e in errors.items() if abs(e) > limit}
 
 
-def test_peaks_of_recorded_runs_are_predicted_within_3_percent(checks):
-    assert len(checks) > 150
-    wrong = outliers(checks, lambda check: check.memory, 0.03)
-    # docs/plan.md names them.
-    assert set(wrong) == {"same-2gpu-ds_zero3_offload", "h100-context/65536-cp2-cudnn-layer"}
-    assert max(map(abs, wrong.values())) < 0.06
+def test_peaks_of_recorded_runs_are_predicted_within_2_5_percent(checks):
+    assert len(checks) > 300
+    wrong = outliers(checks, lambda check: check.memory, 0.025)
+    assert set(wrong) == {"same-2gpu-ds_zero3_offload"}  # named in docs/plan.md
+    assert max(map(abs, wrong.values())) < 0.04
 
 
 def test_steps_of_recorded_runs_are_predicted_within_14_percent(checks):
     assert len([check for check in checks if check.seconds]) > 40
     wrong = outliers(checks, lambda check: check.seconds, 0.14)
-    # docs/plan.md names them: the 1B's short steps, ZeRO 3, and full GPUs, whose caches torch flushes.
+    # docs/plan.md names them: the 1B's short steps, ZeRO 3, full GPUs, whose caches torch flushes, and
+    # gradients in FP8.
     small = ("2gpu-ds_zero3", "2gpu-fsdp_full-again", "8gpu-fsdp_full", "8gpu-fsdp_grad", "8gpu-hsdp")
     known = {f"Llama-3.2-1B-{name}" for name in small} | {"Llama-3.2-3B-8gpu-ds_zero3"}
     known |= {f"Meta-Llama-3.1-8B-{n}" for n in ("4gpu-ds_zero3", "8gpu-ds_zero3")}
     known |= {f"{n}/65536-cp2" for n in ("h100-context", "h200-context")} | {"h100-context/65536-cp2-cudnn"}
+    known.add("h200-four/8b-4096-gradients-fp8")
     assert set(wrong) == known
 
 

@@ -84,19 +84,6 @@ def accumulated_gradients(setup: TrainingSetup) -> float:
     return (4.0 if setup.cfg.sharding.grad_reduce_dtype == "fp32" else 2.0) * parameters
 
 
-def new_gradients(setup: TrainingSetup) -> float:
-    """Return how many gradients of a layer backward adds to those of `accumulated_gradients`.
-
-    TE's GEMMs add to the sums of micro-batches in place; under FSDP2 the QKV projection's do not (see
-    `training.optim.accumulation`).
-    """
-    model, s = setup.model, setup.model.shape
-    if not setup.fuses_gradient_sums:
-        return model.gradients(model.block_weights)
-    qkv = s.hidden_size * (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
-    return model.gradients(qkv) if setup.fsdp else 0.0
-
-
 def gathered_weights(setup: TrainingSetup) -> float:
     """Return the bytes of gathered weights and communication buffers when backward begins."""
     model, spec = setup.model, setup.mode_spec
@@ -109,7 +96,7 @@ def gathered_weights(setup: TrainingSetup) -> float:
     if not setup.fsdp:
         return fp8_exchange(setup) * model.gradients(model.head_weights) if ddp else 0.0
     last = model.block_weights if setup.gpus > 1 else 0  # one rank keeps no buffer of the last gather
-    return 2.0 * (model.parameters if spec.gathers_once else model.root_weights + last)
+    return 2.0 * ((model.parameters if spec.gathers_once else model.root_weights) + last)
 
 
 def fp8_exchange(setup: TrainingSetup) -> float:
@@ -218,55 +205,60 @@ def at_loss(setup: TrainingSetup) -> dict[str, float]:
 
 
 def start_of_backward(setup: TrainingSetup) -> dict[str, float]:
-    """Return the bytes by part in backward of the last layer, with new gradients and all activations."""
+    """Return the bytes by part at the start of backward, in the MLP of the last layer or of the one before.
+
+    The last layer has all activations and no gradients yet. The layer before has the buffers of the last
+    layer's reduction in place of its activations.
+    """
     model, parts, s = setup.model, at_loss(setup), setup.model.shape
     copies, last = parts["FP8 weight copies"], setup.recompute[-1]
     if setup.cfg.model.use_te and (last != "none" or not setup.keeps_fp8_weights):
         copies += fp8_copies(setup) / s.num_layers  # TE casts this layer's weights again
     activations = parts["activations"] + backward_buffers(setup)
+    activations += layer_activations(setup) - kept_activations(setup, last)
+    if last != "none":
+        activations -= 2.0 * setup.tokens * setup.hidden  # by recorded runs with 32,768 to 131,072 tokens
+    # A fused sum of the head's gradients needs no gradient beside it.
+    has_head_gradient = setup.has_head and (setup.fsdp or not setup.fuses_gradient_sums)
     # The next block's gathered weights (with one rank: this block's) and the buffers of gradients.
     communication = 2.0 * model.block_weights + _reduction_buffers(setup) if setup.fsdp else 0.0
     return parts | {
-        "gradients": parts["gradients"] + 2.0 * new_gradients(setup),
         "FP8 weight copies": copies,
-        "activations": activations + layer_activations(setup) - kept_activations(setup, last),
-        "logits and head gradient": 2.0 * model.gradients(model.head_weights) * setup.has_head,
+        "activations": activations,
+        "logits and head gradient": 2.0 * model.gradients(model.head_weights) * has_head_gradient,
         "gathered, communication": parts["gathered, communication"] + communication,
     }
 
 
 def _reduction_buffers(setup: TrainingSetup) -> float:
-    """Return the bytes by which FSDP2's reduction of a block adds to the start of backward.
+    """Return the bytes by which FSDP2's reduction of the last block adds to the start of backward.
 
-    These are send and receive buffers in BF16. One rank receives nothing: the first block's send buffer and
-    sharded gradient follow its backward, in a pipeline in the last micro-batch, when activations are free.
+    These are its send buffer and, unless summed before, its sharded gradient. The block's activations are
+    free by then, in a pipeline also those of the other micro-batches in flight.
     """
     gradients = setup.model.gradients(setup.model.block_weights)
-    if setup.gpus > 1:
-        return max(4.0, 2.0 + fp8_exchange(setup)) * gradients
     freed = kept_activations(setup, setup.recompute[-1]) + (setup.in_flight - 1) * stored_activations(setup)
-    return max(0.0, (4.0 if setup.accumulation == 1 else 2.0) * gradients - freed)
+    sharded = 2.0 / setup.shards if setup.accumulation == 1 else 0.0
+    return max(0.0, (2.0 + sharded) * gradients - freed)
 
 
 def end_of_backward(setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes by part in backward of the first layer, when all gradients but the embedding's exist.
 
     Memory peaks here if the other layers' activations were not on the GPU. Under FSDP2 the other blocks'
-    gradients are sharded, and no further block is gathered.
+    gradients are sharded, one send buffer is left, and no further block is gathered.
     """
     model, parts, fsdp = setup.model, start_of_backward(setup), setup.fsdp
-    sharded = (
-        model.trained - model.gradients(model.root_weights) - model.gradients(model.block_weights)
-    ) / setup.shards
-    gradients = 2.0 * (sharded + model.gradients(model.block_weights))
+    block = model.gradients(model.block_weights)
+    sharded = (model.trained - model.gradients(model.root_weights) - block) / setup.shards
     one_layer = fp8_copies(setup) / model.shape.num_layers
     copies = parts["FP8 weight copies"]
     stored = stored_activations(setup) - kept_activations(setup, setup.recompute[-1])
     return parts | {
-        "gradients": max(parts["gradients"], gradients),
+        "gradients": max(parts["gradients"], 2.0 * (sharded + block * (not fsdp))),
         "FP8 weight copies": copies if fsdp else max(copies * setup.caches_fp8_weights, one_layer),
         "activations": parts["activations"] - stored,
-        "gathered, communication": parts["gathered, communication"] - 2.0 * model.block_weights * fsdp,
+        "gathered, communication": gathered_weights(setup) + 2.0 * block * fsdp,
     }
 
 
@@ -276,11 +268,13 @@ def after_backward(setup: TrainingSetup) -> dict[str, float]:
     gradients, communication = parts["gradients"], parts["gathered, communication"]
     if setup.fsdp:
         # The root's gradients are reduced last: its gathered weights, gradients, send and receive buffers are
-        # BF16. The blocks' weights and gradients are sharded again by then.
+        # BF16. NCCL's reduce-scatter (bf16) receives a shard, an exchange (fp32) all shards. The blocks'
+        # weights and gradients are sharded again by then.
         gradients *= model.gradients(model.root_weights) / model.trained
         gradients += 2.0 * (model.trained - model.gradients(model.root_weights)) / setup.shards
         communication = 2.0 * model.root_weights
-        communication += max(6.0, 2.0 + fp8_exchange(setup)) * model.gradients(model.root_weights)
+        received = 2.0 / (setup.shards if setup.cfg.sharding.grad_reduce_dtype == "bf16" else 1)
+        communication += max(4.0 + received, 2.0 + fp8_exchange(setup)) * model.gradients(model.root_weights)
         if spec.in_groups and setup.cfg.sharding.grad_reduce_dtype == "fp32":
             # Inputs of the FP32 all-reduce between replicas live until backward ends.
             communication += 4.0 * model.trained / setup.shards

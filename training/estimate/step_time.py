@@ -45,8 +45,9 @@ IDLE = 0.03  # fraction of a step without any kernel in the profile
 # 7.5 to 8.2 ms.
 LAUNCH_SECONDS, RECOMPUTED_LAUNCH_SECONDS = 5e-3, 8e-3
 ZERO3_LAUNCH_SECONDS = 15e-3  # CPU time per layer in ZeRO 3's module hooks; measured 12 to 17 ms
-# --offload_optimizer: PCIe 5.0 x16 from or to pinned memory, both directions at once; assumed.
-PCIE_BANDWIDTH = 50e9
+# --offload_optimizer: PCIe 5.0 x16 from or to pinned memory, both directions at once (assumed), and what the
+# GPUs of a host share: four H200 moved 25 GB/s each (study h200-four).
+PCIE_BANDWIDTH, PCIE_BANDWIDTH_OF_HOST = 50e9, 100e9
 OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: PCIe and host memory bandwidth per GPU, with 16 cores per GPU
 
 
@@ -147,7 +148,8 @@ def _optimizer_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
     fused = setup.optimizer.kind == "fused_adamw"
     bandwidth = gpu.memory_bandwidth * (ADAM_SHARE if fused else TORCH_ADAM_SHARE)
     gradient_norm = 2 * parameters / (gpu.memory_bandwidth * BANDWIDTH_SHARE)
-    per_parameter = max(adam_bytes(setup) / bandwidth, setup.offloaded_state / PCIE_BANDWIDTH)
+    pcie = min(PCIE_BANDWIDTH, PCIE_BANDWIDTH_OF_HOST / min(setup.gpus, setup.gpus_per_node))
+    per_parameter = max(adam_bytes(setup) / bandwidth, setup.offloaded_state / pcie)
     return per_parameter * parameters + gradient_norm
 
 
