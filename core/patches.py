@@ -94,6 +94,14 @@ TE_ATTENTION = Patch(
     during=_RECOMPUTED,
     only_imported=True,
 )
+FP8_EXCHANGE = Patch(
+    tuple(
+        f"fp8_suite.training.parallel.gradient_exchange:{name}"
+        for name in ("pack_fp8", "sum_fp8", "decode_fp8")
+    ),
+    why="PyTorch casts gradients to FP8 and back in many passes over memory, a kernel in one",
+    during=_RUN,
+)
 PARAMETERS_ON_META = Patch(
     ("torch.nn.Module:register_parameter",),
     why="weight files hold parameters but no buffers: a model is built with buffers and without parameters",

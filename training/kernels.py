@@ -28,7 +28,7 @@ from fp8_suite.te_models.kernels import (
 from fp8_suite.te_models.kernels.selection import Kernels, on_hopper
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config
-from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel import gradient_exchange, ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.precision.recipes import Precision
 
@@ -108,6 +108,13 @@ KERNELS = (
         self_test=fused_swiglu.self_test,
         fallback="SwiGLU is not fused with its FP8 casts",
         on=lambda run: fused_swiglu.enabled(),
+    ),
+    OptionalKernel(
+        "fp8_exchange",
+        applies=lambda run: run.cfg.sharding.grad_reduce_dtype == "fp8" and run.device.type == "cuda",
+        self_test=gradient_exchange.self_test,
+        fallback="the FP8 exchange of gradients casts them in several passes",
+        on=lambda run: gradient_exchange.fused_fp8(),
     ),
     OptionalKernel(  # last, because its kernels may still be compiling
         "flash_attention",

@@ -1,4 +1,4 @@
-"""The cross-entropy kernel and the optimizer's lossless master weights, against references."""
+"""The kernels of cross entropy, optimizer and FP8 exchange, against references."""
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from fp8_suite.training.optim.optimizer import (
     step_if,
 )
 from fp8_suite.training.optim.settings import OptimConfig
+from fp8_suite.training.parallel import gradient_exchange
 from fp8_suite.training.precision.settings import parse_moment_dtype
 
 from tests.gpu.models import DEVICE
@@ -142,3 +143,45 @@ def test_fp32_masters_follow_transformer_engines_optimizer():
     )
     moved = (expected - start.float()).abs().median()
     assert moved > 0 and (master - expected).abs().max() < 1e-4 * moved
+
+
+@pytest.mark.parametrize("width", [3, 2048, 9000, 70_001])
+@pytest.mark.parametrize("rows", [2, 3, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_the_fp8_exchange_match_their_references(dtype, rows, width):
+    from fp8_suite.training.parallel import gradient_exchange_triton as kernels
+
+    magnitudes = 10.0 ** torch.linspace(-44, 37, width, device=DEVICE)
+    values = (torch.randn(rows, width, device=DEVICE) * magnitudes).to(dtype)
+    packed = kernels.pack_fp8(values)
+    padding = -width % (kernels.BLOCK.value * kernels.BLOCKS.value)
+    assert torch.equal(packed, gradient_exchange.pack_fp8(F.pad(values, (0, padding))))
+    decoded, expected = torch.empty_like(values), torch.empty_like(values)
+    kernels.decode_fp8(packed, decoded)
+    gradient_exchange.decode_fp8(packed, expected)
+    assert torch.equal(decoded, expected)
+    terms = torch.empty(rows, width, device=DEVICE)
+    gradient_exchange.decode_fp8(packed, terms)
+    for mean in (True, False):
+        total = torch.empty(width, device=DEVICE)
+        kernels.sum_fp8(packed, total, mean=mean)
+        divisor = rows if mean else 1
+        error = (total - terms.double().sum(0) / divisor).abs()
+        # FP32 sums, the factor and its product round by 2**-24 each, or to a multiple of 2**-149.
+        assert (error <= terms.double().abs().sum(0) / divisor * (rows + 1) * 2**-24 + 2.0**-149).all()
+
+
+def test_the_fp8_exchange_passes_its_self_test():
+    assert gradient_exchange.self_test() is None
+
+
+def test_an_fp8_exchange_of_more_than_2_31_values():
+    from fp8_suite.training.parallel import gradient_exchange_triton as kernels
+
+    last = 5000
+    values = torch.zeros(2, 2**30 + last, device=DEVICE, dtype=torch.bfloat16)
+    values[:, -last:] = torch.randn(2, last, device=DEVICE)
+    decoded, expected = torch.empty_like(values), values.new_empty(2, last)
+    kernels.decode_fp8(kernels.pack_fp8(values), decoded)
+    gradient_exchange.decode_fp8(gradient_exchange.pack_fp8(values[:, -last:]), expected)
+    assert torch.equal(decoded[:, -last:], expected) and not decoded[:, :-last].any()

@@ -84,6 +84,7 @@ def choose(tests=None, backend="native", recipe="delayed", device="cpu", *, warm
         ({"backend": None, "recipe": "tensorwise"}, {"flash_attention"}),
         ({"backend": None, "recipe": "fp32", "mixed_precision": "fp32"}, set()),
         ({"backend": None, "recipe": "fp16", "mixed_precision": "fp16"}, set()),
+        ({"grad_reduce_dtype": "fp8"}, OF_TE | {"flash_attention", "swiglu"}),
         ({"fp8_lm_head": True, "device": "cuda"}, OF_TE | {"flash_attention", "swiglu", "fp8_lm_head"}),
     ],
 )
@@ -96,7 +97,8 @@ def test_kernels_are_used_where_they_apply(how, expected, capsys):
 def test_a_kernel_that_fails_its_self_test_is_replaced_with_a_warning(kernel, capsys):
     tests = SelfTests()
     tests.problems[kernel.name] = "it computes zeros"
-    assert choose(tests) == (OF_TE | {"flash_attention", "swiglu"}) - {kernel.name}
+    enabled = choose(tests, grad_reduce_dtype="fp8", device="cuda")
+    assert enabled == (OF_TE | {"flash_attention", "swiglu", "fp8_exchange"}) - {kernel.name}
     assert f"WARNING: {kernel.fallback}: it computes zeros\n" in capsys.readouterr().out
 
 

@@ -10,12 +10,17 @@ once more, for the all-gather; under hsdp FSDP2 sums the copies of a shard in BF
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from fp8_suite.core.patches import FP8_EXCHANGE
+from fp8_suite.te_models.kernels.selection import reports_failure
 from fp8_suite.training.parallel import ranks
 from torch import Tensor, nn
 
@@ -23,7 +28,7 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future]  # of DDP
 FP8_BLOCK = 128
 FP8_EXPONENT = 8  # a block is scaled to values below 2**8; E4M3 ends at 448
 PARTS = 8  # in which what other ranks sent is decoded
-NOT_FINITE = -128  # exponent of a block with a NaN or infinity
+NOT_FINITE = -128  # exponent of a block with a NaN, an infinity, or a value of 2**127 or more
 
 
 def within_a_node(group_size: int) -> bool:
@@ -31,26 +36,21 @@ def within_a_node(group_size: int) -> bool:
     return ranks.local_rank_and_size()[1] % group_size == 0
 
 
-def _reduce_scatter_fp32(tensor: Tensor, group: Any, *, mean: bool) -> Tensor:
-    """Reduce-scatter a tensor [N * n] of any dtype over N ranks to this rank's shard [n] in FP32."""
+def _reduce_scatter_fp32(out: Tensor, tensor: Tensor, group: Any, *, mean: bool) -> None:
+    """Reduce-scatter a tensor [N * n] of any dtype over N ranks to this rank's `out` [n], summed in FP32."""
     received = torch.empty_like(tensor)
     dist.all_to_all_single(received, tensor, group=group)
     received = received.view(dist.get_world_size(group), -1)  # [N, n]
-    return (torch.mean if mean else torch.sum)(received, dim=0, dtype=torch.float32)
+    out.copy_((torch.mean if mean else torch.sum)(received, dim=0, dtype=torch.float32))
 
 
-def _reduce_scatter_fp8(tensor: Tensor, group: Any, *, mean: bool) -> Tensor:
-    """Reduce-scatter a tensor [N * n] over N ranks to this rank's shard [n] in FP32, sent in FP8."""
-    rows = tensor.view(dist.get_world_size(group), -1)  # [N, n]
-    packed = pack_fp8(_padded(rows, FP8_BLOCK))
+def _reduce_scatter_fp8(out: Tensor, tensor: Tensor, group: Any, *, mean: bool) -> None:
+    """Reduce-scatter as `_reduce_scatter_fp32` does, with values sent in FP8."""
+    packed = pack_fp8(tensor.view(dist.get_world_size(group), -1))
     received = torch.empty_like(packed)
     dist.all_to_all_single(received, packed, group=group)
     del packed
-    first, *rest = received.split(-(-len(rows) // PARTS))
-    total = unpack_fp8(first).sum(0)
-    for part in rest:  # FP32 values of all rows at once would need a lot of memory
-        total += unpack_fp8(part).sum(0)
-    return total[: rows.shape[1]] / (len(rows) if mean else 1)
+    sum_fp8(received, out, mean=mean)
 
 
 def _padded(tensor: Tensor, multiple: int) -> Tensor:
@@ -60,23 +60,77 @@ def _padded(tensor: Tensor, multiple: int) -> Tensor:
 
 
 def pack_fp8(values: Tensor) -> Tensor:
-    """Return rows [N, m * 128] of any float dtype as uint8 [N, m * 129]: E4M3 codes, then block exponents."""
-    blocks = values.unflatten(1, (-1, FP8_BLOCK))
+    """Return rows [N, n] of any float dtype, padded to m blocks of 128, as uint8 [N, m * 129].
+
+    A row has its E4M3 codes first, then the exponents of its blocks.
+    """
+    blocks = _padded(values, FP8_BLOCK).unflatten(1, (-1, FP8_BLOCK))
     largest = blocks.abs().amax(-1)
-    exponents = torch.frexp(largest.float()).exponent.clamp(-118, 127)  # largest < 2**exponent
+    exponents = torch.frexp(largest.float()).exponent.clamp(-118)  # largest < 2**exponent
     scales = torch.exp2((FP8_EXPONENT - exponents).float()).to(values.dtype)
     codes = (blocks * scales[..., None]).to(torch.float8_e4m3fn)
-    exponents = torch.where(largest.isfinite(), exponents, NOT_FINITE).to(torch.int8)
+    exponents = torch.where(largest < 2.0**127, exponents, NOT_FINITE).to(torch.int8)
     return torch.cat([codes.flatten(1).view(torch.uint8), exponents.view(torch.uint8)], dim=1)
 
 
-def unpack_fp8(packed: Tensor) -> Tensor:
+def sum_fp8(packed: Tensor, out: Tensor, *, mean: bool) -> None:
+    """Write the sum or mean of the N rows of `pack_fp8`, computed in FP32, to `out` [n]."""
+    first, *rest = packed.split(-(-len(packed) // PARTS))
+    total = _unpack_fp8(first).sum(0)
+    for part in rest:  # FP32 values of all rows at once would need a lot of memory
+        total += _unpack_fp8(part).sum(0)
+    out.copy_(total[: len(out)] / (len(packed) if mean else 1))
+
+
+def decode_fp8(packed: Tensor, out: Tensor) -> None:
+    """Write the values of `pack_fp8` to rows `out` [N, n]."""
+    size = -(-len(packed) // PARTS)
+    for part, rows in zip(packed.split(size), out.split(size), strict=True):
+        rows.copy_(_unpack_fp8(part)[:, : out.shape[1]])
+
+
+def _unpack_fp8(packed: Tensor) -> Tensor:
     """Return the values [N, m * 128] of `pack_fp8` in FP32. Blocks that were not finite are NaN."""
     codes, exponents = packed.tensor_split([packed.shape[1] // (FP8_BLOCK + 1) * FP8_BLOCK], dim=1)
     exponents = exponents.contiguous().view(torch.int8).int()
     scales = torch.where(exponents == NOT_FINITE, torch.nan, torch.exp2((exponents - FP8_EXPONENT).float()))
     values = codes.contiguous().view(torch.float8_e4m3fn).float().unflatten(1, (-1, FP8_BLOCK))
     return (values * scales[..., None]).flatten(1)
+
+
+def fused_fp8() -> AbstractContextManager[None]:
+    """Make the FP8 exchange use the kernels of `gradient_exchange_triton`."""
+    return FP8_EXCHANGE.on(lambda original: functools.partial(_run, original.__name__))
+
+
+def _run(kernel: str, *arguments: Any, **settings: Any) -> Any:
+    module = importlib.import_module("fp8_suite.training.parallel.gradient_exchange_triton")
+    return getattr(module, kernel)(*arguments, **settings)
+
+
+@reports_failure
+def self_test(device: str = "cuda") -> str | None:
+    """Compare the kernels with the functions that they replace; return the first difference, or None."""
+    # 5,000 values do not fill the last block; Triton compiles other kernels for multiples of 16.
+    for rows, width, dtype in ((2, 5000, torch.float32), (8, 8192, torch.bfloat16)):
+        generator = torch.Generator(device).manual_seed(0)
+        values = torch.randn(rows, width, device=device, generator=generator)
+        values *= 10.0 ** torch.linspace(-44, 38, width, device=device)
+        values[:, 1024:1152] = 0
+        values[0, 2048], values[1, 3072] = torch.nan, -torch.inf
+        values = values.to(dtype)
+        packed, expected_packed = _run("pack_fp8", values), pack_fp8(values)
+        for unpack, out, settings in (
+            (decode_fp8, values, {}),
+            (sum_fp8, values[0], {"mean": True}),
+            (sum_fp8, values[0], {"mean": False}),
+        ):
+            result, expected = torch.empty_like(out), torch.empty_like(out)
+            _run(unpack.__name__, packed, result, **settings)
+            unpack(expected_packed, expected, **settings)
+            if not torch.allclose(result, expected, rtol=0, atol=0, equal_nan=True):
+                return f"{unpack.__name__} differs from the reference"
+    return None
 
 
 class ReduceScatter:
@@ -91,7 +145,7 @@ class ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        output_tensor.copy_(self.reduce_scatter(input_tensor, group, mean=op == dist.ReduceOp.AVG))
+        self.reduce_scatter(output_tensor, input_tensor, group, mean=op == dist.ReduceOp.AVG)
 
 
 def all_to_all_hook(device: torch.device, group: Any, *, fp8: bool) -> Hook:
@@ -119,18 +173,19 @@ def all_to_all_hook(device: torch.device, group: Any, *, fp8: bool) -> Hook:
 
 
 def _average_fp32(gradients: Tensor, group: Any) -> None:
-    shard = _reduce_scatter_fp32(gradients, group, mean=True).to(gradients.dtype)
+    shard = gradients.new_empty(len(gradients) // dist.get_world_size(group))
+    _reduce_scatter_fp32(shard, gradients, group, mean=True)
     dist.all_gather_into_tensor(gradients, shard, group=group)
 
 
 def _average_fp8(gradients: Tensor, group: Any) -> None:
-    shard = _reduce_scatter_fp8(gradients, group, mean=True)
-    packed = pack_fp8(_padded(shard[None], FP8_BLOCK))
-    received = packed.new_empty(dist.get_world_size(group), packed.shape[1])
+    rows = gradients.view(dist.get_world_size(group), -1)
+    shard = gradients.new_empty(rows.shape[1], dtype=torch.float32)
+    _reduce_scatter_fp8(shard, gradients, group, mean=True)
+    packed = pack_fp8(shard[None])
+    received = packed.new_empty(len(rows), packed.shape[1])
     dist.all_gather_into_tensor(received, packed, group=group)
-    size, rows_of_ranks = -(-len(received) // PARTS), gradients.view(len(received), -1)
-    for part, rows in zip(received.split(size), rows_of_ranks.split(size), strict=True):
-        rows.copy_(unpack_fp8(part)[:, : shard.numel()])
+    decode_fp8(received, rows)
 
 
 def average_sums(model: nn.Module, group: Any, *, uses_all_parameters: bool) -> None:
