@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -60,7 +59,6 @@ def installed() -> str | None:
 @functools.cache
 def interface() -> Any:
     """Import FlashAttention 4."""
-    warnings.filterwarnings("ignore", message=".*cannot be converted to a JitArgument")
     flash_attention_cache.cache_on_disk()
     return importlib.import_module(MODULE)
 

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -59,7 +60,11 @@ def folder() -> Path:
 
 
 def cache_on_disk() -> None:
-    """Cache compiled kernels on disk; call before the import, also before that of Transformer Engine."""
+    """Cache compiled kernels on disk; call before the import, also before that of Transformer Engine.
+
+    A kernel that is not cached yet, such as context parallelism's, compiles without its compiler's warnings.
+    """
+    warnings.filterwarnings("ignore", message=".*cannot be converted to a JitArgument")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder()))
 
