@@ -216,12 +216,15 @@ def start_of_backward(setup: TrainingSetup) -> dict[str, float]:
         copies += fp8_copies(setup) / s.num_layers  # TE casts this layer's weights again
     activations = parts["activations"] + backward_buffers(setup)
     activations += layer_activations(setup) - kept_activations(setup, last)
-    if last != "none":
+    if last != "none" and setup.cfg.model.use_te:
         activations -= 2.0 * setup.tokens * setup.hidden  # by recorded runs with 32,768 to 131,072 tokens
-    # A fused sum of the head's gradients needs no gradient beside it.
-    has_head_gradient = setup.has_head and (setup.fsdp or not setup.fuses_gradient_sums)
+    # A fused sum takes the head's gradient at once; autograd adds that of a tied embedding first.
+    waits = model.tied and setup.layout.pp == 1
+    has_head_gradient = setup.has_head and (setup.fsdp or not setup.fuses_gradient_sums or waits)
     # The next block's gathered weights (with one rank: this block's) and the buffers of gradients.
     communication = 2.0 * model.block_weights + _reduction_buffers(setup) if setup.fsdp else 0.0
+    if setup.mode_spec.stage in (1, 2):
+        communication = ZERO_BUCKETS  # DeepSpeed allocates them at the first gradient
     return parts | {
         "FP8 weight copies": copies,
         "activations": activations,
@@ -233,13 +236,18 @@ def start_of_backward(setup: TrainingSetup) -> dict[str, float]:
 def _reduction_buffers(setup: TrainingSetup) -> float:
     """Return the bytes by which FSDP2's reduction of the last block adds to the start of backward.
 
-    These are its send buffer and, unless summed before, its sharded gradient. The block's activations are
-    free by then, in a pipeline also those of the other micro-batches in flight.
+    These are its send buffer and, unless summed before, its sharded gradient. The buffer is in FP32 if NCCL
+    sums BF16 gradients in FP32: across nodes, and with copies of the shards (`FSDP.shard`). The block's
+    activations are free by then, in a pipeline also those of the other micro-batches in flight.
     """
     gradients = setup.model.gradients(setup.model.block_weights)
     freed = kept_activations(setup, setup.recompute[-1]) + (setup.in_flight - 1) * stored_activations(setup)
-    sharded = 2.0 / setup.shards if setup.accumulation == 1 else 0.0
-    return max(0.0, (2.0 + sharded) * gradients - freed)
+    buffers = 2.0
+    if setup.accumulation == 1:
+        exchanged = setup.nodes == 1 and setup.shards == setup.gpus
+        in_fp32 = setup.cfg.sharding.grad_reduce_dtype == "fp32" and not exchanged
+        buffers = (4.0 if in_fp32 else 2.0) + 2.0 / setup.shards
+    return max(0.0, buffers * gradients - freed)
 
 
 def end_of_backward(setup: TrainingSetup) -> dict[str, float]:
@@ -254,12 +262,22 @@ def end_of_backward(setup: TrainingSetup) -> dict[str, float]:
     one_layer = fp8_copies(setup) / model.shape.num_layers
     copies = parts["FP8 weight copies"]
     stored = stored_activations(setup) - kept_activations(setup, setup.recompute[-1])
+    communication = gathered_weights(setup) + 2.0 * block * fsdp + _replica_sums(setup, sharded)
     return parts | {
         "gradients": max(parts["gradients"], 2.0 * (sharded + block * (not fsdp))),
         "FP8 weight copies": copies if fsdp else max(copies * setup.caches_fp8_weights, one_layer),
         "activations": parts["activations"] - stored,
-        "gathered, communication": gathered_weights(setup) + 2.0 * block * fsdp,
+        "gathered, communication": communication,
     }
+
+
+def _replica_sums(setup: TrainingSetup, gradients: float) -> float:
+    """Return the bytes of inputs of hsdp's FP32 all-reduce between replicas, which live until backward ends.
+
+    `gradients` is the number of a rank's reduced gradients.
+    """
+    in_fp32 = setup.cfg.sharding.grad_reduce_dtype == "fp32"
+    return 4.0 * gradients if setup.mode_spec.in_groups and in_fp32 else 0.0
 
 
 def after_backward(setup: TrainingSetup) -> dict[str, float]:
@@ -275,9 +293,7 @@ def after_backward(setup: TrainingSetup) -> dict[str, float]:
         communication = 2.0 * model.root_weights
         received = 2.0 / (setup.shards if setup.cfg.sharding.grad_reduce_dtype == "bf16" else 1)
         communication += max(4.0 + received, 2.0 + fp8_exchange(setup)) * model.gradients(model.root_weights)
-        if spec.in_groups and setup.cfg.sharding.grad_reduce_dtype == "fp32":
-            # Inputs of the FP32 all-reduce between replicas live until backward ends.
-            communication += 4.0 * model.trained / setup.shards
+        communication += _replica_sums(setup, model.trained / setup.shards)
     elif spec.stage in (1, 2):
         communication = ZERO_BUCKETS
         gradients = max(gradients, 2.0 * model.parameters / setup.gpus)

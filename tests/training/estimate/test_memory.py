@@ -37,21 +37,51 @@ def test_an_exchange_in_fp8_needs_memory_beside_the_gradients(gpus, bytes_per_gr
     assert fp8 - bf16 == bytes_per_gradient * setups[0].model.head_weights
 
 
-@pytest.mark.parametrize(("micro_batches", "fsdp", "kept"), [(1, False, 1), (8, False, 0), (8, True, 1)])
-def test_the_heads_gradient_is_kept_unless_its_sum_is_fused(micro_batches, fsdp, kept):
+@pytest.mark.parametrize(
+    ("micro_batches", "fsdp", "tied", "kept"),
+    [(1, False, False, 1), (8, False, False, 0), (8, False, True, 1), (8, True, False, 1)],
+)
+def test_the_heads_gradient_is_kept_unless_its_sum_is_fused(micro_batches, fsdp, tied, kept):
+    """A tied weight's sum is complete with the embedding's gradient, the last one of backward."""
     mode, gpus = ("fsdp_full", 8) if fsdp else ("single", 1)
     setup = setup_of(mode=mode, gpus=gpus, gradient_accumulation_steps=micro_batches, use_te=True)
+    setup = replace(setup, model=replace(setup.model, tied=tied))
     head = memory.start_of_backward(setup)["logits and head gradient"]
     assert head == kept * 2 * setup.model.head_weights
 
 
-def test_a_reduction_has_a_send_buffer_and_a_shard_after_its_activations():
-    setup = setup_of(8.0, "fsdp_full", 8, recompute="full", max_seq_length=1024, use_te=True)
+HSDP = {"sharding_mode": "hsdp", "hsdp_shard_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("mode", "per_node", "settings", "bytes_per_gradient"),
+    [("fsdp_full", 8, {}, 2 + 2 / 8), ("fsdp_full", 4, {}, 4 + 2 / 8), ("hsdp", 8, HSDP, 4 + 2 / 4)],
+)
+def test_a_reduction_has_a_send_buffer_and_a_shard_after_its_activations(
+    mode, per_node, settings, bytes_per_gradient
+):
+    """Ranks of a node exchange BF16. Across nodes, and in hsdp, NCCL sums in FP32."""
+    flags = {"recompute": "full", "max_seq_length": 1024, "use_te": True} | settings
+    setup = setup_of(8.0, mode, 8, gpus_per_node=per_node, **flags)
     model = setup.model
     added = (memory.start_of_backward(setup), memory.at_loss(setup))
     buffers = added[0]["gathered, communication"] - added[1]["gathered, communication"]
     kept = 2 * setup.tokens * model.shape.hidden_size
-    assert buffers == 2 * model.block_weights + (2 + 2 / 8) * model.block_weights - kept
+    assert buffers == 2 * model.block_weights + bytes_per_gradient * model.block_weights - kept
+
+
+def test_inputs_of_hsdps_all_reduce_live_until_backward_ends():
+    setups = (setup_of(8.0, "hsdp", 8, grad_reduce_dtype=dtype, **HSDP) for dtype in ("fp32", "bf16"))
+    fp32, bf16 = (memory.end_of_backward(setup)["gathered, communication"] for setup in setups)
+    model = setup_of(8.0).model
+    others = model.parameters - model.root_weights - model.block_weights
+    assert fp32 - bf16 == 4 / 4 * others
+
+
+@pytest.mark.parametrize("mode", ["ds_zero1", "ds_zero2"])
+def test_deepspeed_allocates_its_buckets_when_backward_begins(mode):
+    parts = memory.start_of_backward(setup_of(8.0, mode, 8, optimizer=ZERO))
+    assert parts["gathered, communication"] == memory.ZERO_BUCKETS
 
 
 @pytest.mark.parametrize(("dtype", "received"), [("fp32", 2), ("bf16", 2 / 8)])
