@@ -102,8 +102,9 @@ def gathered_weights(setup: TrainingSetup) -> float:
 def fp8_exchange(setup: TrainingSetup) -> float:
     """Return the bytes per gradient that an exchange in FP8 takes beside its BF16 input; 0 without one.
 
-    It sends and receives a byte, and decodes and sums 1/N in FP32 (8.0 bytes on 2 ranks and 3.5 on 8, by
-    PyTorch's profiler). DDP exchanges the gradient of the LM head as one bucket.
+    It sends and receives a byte. PyTorch's functions also decode and sum 1/N in FP32 (8.0 bytes on 2 ranks
+    and 3.5 on 8, by its profiler); kernels need less, which no run has measured. DDP exchanges the gradient
+    of the LM head as one bucket.
     """
     if setup.cfg.sharding.grad_reduce_dtype != "fp8":
         return 0.0

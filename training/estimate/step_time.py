@@ -46,7 +46,7 @@ IDLE = 0.03  # fraction of a step without any kernel in the profile
 LAUNCH_SECONDS, RECOMPUTED_LAUNCH_SECONDS = 5e-3, 8e-3
 ZERO3_LAUNCH_SECONDS = 15e-3  # CPU time per layer in ZeRO 3's module hooks; measured 12 to 17 ms
 # --offload_optimizer: PCIe 5.0 x16 from or to pinned memory, both directions at once (assumed), and what the
-# GPUs of a host share: four H200 moved 25 GB/s each (study h200-four).
+# GPUs of a host share: four H200 moved about 23 GB/s each (study h200-four).
 PCIE_BANDWIDTH, PCIE_BANDWIDTH_OF_HOST = 50e9, 100e9
 OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: PCIe and host memory bandwidth per GPU, with 16 cores per GPU
 

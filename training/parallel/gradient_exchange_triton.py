@@ -1,7 +1,7 @@
 """CUDA kernels of `gradient_exchange`: pack and unpack FP8 blocks in one pass over memory each.
 
 A packed row holds the codes of its m blocks, then their exponents. Values are those of the reference, except
-that sums of more than 8 rows are added in another order.
+that sums of more than 8 rows are added in another order, and means are sums times a rounded 1/N.
 """
 
 from __future__ import annotations
