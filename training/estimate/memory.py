@@ -90,8 +90,7 @@ def gathered_weights(setup: TrainingSetup) -> float:
     if spec.stage == 3:
         return 2 * model.root_weights + ZERO_LIVE + ZERO_BUCKETS
     ddp = spec.engine == "ddp"
-    in_fp32 = setup.cfg.sharding.grad_reduce_dtype == "fp32"
-    if ddp and setup.nodes > 1 and in_fp32 and not setup.exchanges_sums:
+    if ddp and setup.reduces_in_fp32 and not setup.exchanges_sums:
         return 4.0 * model.trained  # buffers of the FP32 all-reduce, until the next backward
     if not setup.fsdp:
         return fp8_exchange(setup) * model.gradients(model.head_weights) if ddp else 0.0
@@ -237,17 +236,14 @@ def start_of_backward(setup: TrainingSetup) -> dict[str, float]:
 def _reduction_buffers(setup: TrainingSetup) -> float:
     """Return the bytes by which FSDP2's reduction of the last block adds to the start of backward.
 
-    These are its send buffer and, unless summed before, its sharded gradient. The buffer is in FP32 if NCCL
-    sums BF16 gradients in FP32: across nodes, and with copies of the shards (`FSDP.shard`). The block's
-    activations are free by then, in a pipeline also those of the other micro-batches in flight.
+    These are its send buffer and, unless summed before, its sharded gradient. The block's activations are
+    free by then, in a pipeline also those of the other micro-batches in flight.
     """
     gradients = setup.model.gradients(setup.model.block_weights)
     freed = kept_activations(setup, setup.recompute[-1]) + (setup.in_flight - 1) * stored_activations(setup)
     buffers = 2.0
     if setup.accumulation == 1:
-        exchanged = setup.nodes == 1 and setup.shards == setup.gpus
-        in_fp32 = setup.cfg.sharding.grad_reduce_dtype == "fp32" and not exchanged
-        buffers = (4.0 if in_fp32 else 2.0) + 2.0 / setup.shards
+        buffers = (4.0 if setup.reduces_in_fp32 else 2.0) + 2.0 / setup.shards
     return max(0.0, buffers * gradients - freed)
 
 

@@ -122,6 +122,17 @@ class TrainingSetup:
         return self.mode_spec.engine == "ddp" and in_fp32 and self.accumulation > 1
 
     @property
+    def reduces_in_fp32(self) -> bool:
+        """True if gradients are sent in FP32: not between ranks of one node, which exchange BF16 and sum it.
+
+        They do so without sums of micro-batches and copies of the shards (`FSDP.shard`, DDP's hook).
+        """
+        sums = self.exchanges_sums or (self.fsdp and self.accumulation > 1)
+        has_copies = self.mode_spec.in_groups and self.shards < self.gpus
+        exchanges_bf16 = self.nodes == 1 and not sums and not has_copies
+        return self.cfg.sharding.grad_reduce_dtype == "fp32" and not exchanges_bf16
+
+    @property
     def fuses_gradient_sums(self) -> bool:
         """True if TE's wgrad GEMMs add to the sums of micro-batches (`training.optim.accumulation`)."""
         if self.accumulation == 1 or not self.cfg.model.use_te or self.cfg.lora.enabled:

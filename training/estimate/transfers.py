@@ -32,11 +32,7 @@ def exchange(setup: TrainingSetup) -> Exchange:
     model, layers, stage = setup.model, setup.model.shape.num_layers, setup.mode_spec.stage
     if setup.gpus == 1:
         return Exchange(0, 0, _copied_by_one_rank(setup), 0)
-    # Within a node ranks exchange BF16 gradients and sum them locally; across nodes NCCL reduces in FP32.
-    sums = setup.exchanges_sums or (setup.fsdp and setup.accumulation > 1)
-    local_sum = setup.nodes == 1 and not sums and not setup.mode_spec.in_groups
-    in_fp32 = setup.cfg.sharding.grad_reduce_dtype == "fp32"
-    between_replicas = gradient = (2 if local_sum or not in_fp32 or stage else 4) * model.trained
+    between_replicas = gradient = (4 if setup.reduces_in_fp32 and not stage else 2) * model.trained
     if setup.cfg.sharding.grad_reduce_dtype == "fp8":
         gradient = (1 + 1 / 128) * model.trained  # E4M3, and an exponent per 128 values
     if setup.mode_spec.engine == "ddp":

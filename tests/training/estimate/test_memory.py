@@ -10,6 +10,7 @@ from fp8_suite.core.packages import ROOT
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate import memory
 from fp8_suite.training.estimate.activations import layer_activations
+from fp8_suite.training.estimate.transfers import exchange
 
 from tests.training.estimate.setups import FUSED, OFFLOADED, ZERO, setup_of
 
@@ -68,6 +69,14 @@ def test_a_reduction_has_a_send_buffer_and_a_shard_after_its_activations(
     buffers = added[0]["gathered, communication"] - added[1]["gathered, communication"]
     kept = 2 * setup.tokens * model.shape.hidden_size
     assert buffers == 2 * model.block_weights + bytes_per_gradient * model.block_weights - kept
+
+
+def test_hsdp_over_one_group_sends_as_much_as_fsdp():
+    one_group = {"sharding_mode": "hsdp", "hsdp_shard_size": 8}
+    assert (
+        exchange(setup_of(8.0, "hsdp", 8, **one_group)).within
+        == exchange(setup_of(8.0, "fsdp_full", 8)).within
+    )
 
 
 def test_inputs_of_hsdps_all_reduce_live_until_backward_ends():
