@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 EXIT_FAILED = 1
@@ -34,6 +35,16 @@ def bad_setting(reason: str, **settings: Any) -> UserError:
     """Return the error `--name value ...: reason` about the given settings, with EXIT_BAD_SETTING."""
     shown = " ".join(as_flag(name, value) for name, value in settings.items())
     return UserError(f"{shown}: {reason}", flags=settings, exit_code=EXIT_BAD_SETTING)
+
+
+@contextmanager
+def without_flag(name: str) -> Iterator[None]:
+    """Drop a leading `--name` from errors: the command takes the value by position."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (str(error).removeprefix(f"--{name} "),)
+        raise
 
 
 def as_flag(name: str, value: Any) -> str:

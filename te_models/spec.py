@@ -74,7 +74,7 @@ def find_model(
     """
     require_model(name, init)
     random = init == "random" or name in LOCAL_PRESETS
-    config = _read_config(name, random=random, trust_remote_code=trust_remote_code)
+    config = _read_config(name, init, random=random, trust_remote_code=trust_remote_code)
     quantization = vars(config).pop("quantization_config", None)
     spec = ModelSpec(name, config, None, trust_remote_code, quantization=quantization)
     _refuse_untrainable(spec)
@@ -115,7 +115,7 @@ def _with_fields(spec: ModelSpec, **fields: Any) -> ModelSpec:
     return replace(spec, config=config)
 
 
-def _read_config(name: str, *, random: bool, trust_remote_code: bool) -> Any:
+def _read_config(name: str, init: str, *, random: bool, trust_remote_code: bool) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     if random and name in PRESETS:
@@ -124,6 +124,9 @@ def _read_config(name: str, *, random: bool, trust_remote_code: bool) -> Any:
     exports = " or ".join(str(path.parent) for path in sorted(Path(name).glob("export*/config.json")))
     if Path(name, "metrics.jsonl").exists() and exports:
         raise bad_setting(f"this is a run folder; give its exported model, {exports}", model_name=name)
+    if Path(name, "manifest.json").exists() and not Path(name, "config.json").exists():
+        way = "give an export, such as RUN/export; docs/training.md exports a kept checkpoint"
+        raise bad_setting(f"this is a checkpoint; {way}", model_name=name)
     if Path(name, "adapter_config.json").exists() and not Path(name, "config.json").exists():
         raise bad_setting("this has adapters only; give a merged model, such as RUN/export", model_name=name)
     try:
@@ -136,8 +139,11 @@ def _read_config(name: str, *, random: bool, trust_remote_code: bool) -> Any:
         raise
     except (OSError, ValueError) as error:
         presets = "a preset of te_models/presets.py" if random else ", ".join(sorted(LOCAL_PRESETS))
-        way = "or use --init random" if name in PRESETS else f"or {presets}"
-        reason = f"{first_line(error)} Give a local folder, a hub id {way}"
+        others = "use --init random" if name in PRESETS else presets
+        way = (
+            "a local folder or a hub id" if init == "pretrained" else f"a local folder, a hub id or {others}"
+        )
+        reason = f"{first_line(error)} Give {way}"
         raise bad_setting(reason, model_name=name) from None
     except Exception as error:  # fields with wrong names or types raise errors of many types
         raise _wrong_config(name, error) from error

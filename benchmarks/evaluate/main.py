@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks.evaluate.harness import find_tasks
-from fp8_suite.benchmarks.evaluate.targets import find_targets
+from fp8_suite.benchmarks.evaluate.targets import DATA, find_targets
 from fp8_suite.benchmarks.records.evaluation import Result, write_results
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.report.tables import Columns, Table, make_table, markdown
 from fp8_suite.core.cli import add_number, add_setting, as_command, command_parser
-from fp8_suite.core.errors import UserError, bad_setting, one_line
+from fp8_suite.core.errors import UserError, bad_setting, one_line, without_flag
 from fp8_suite.core.files import replace_file
 from fp8_suite.core.redact import redact
 from fp8_suite.training.config import all_settings
 
 PROG = "python -m benchmarks.evaluate"
 MEASURES = ("loss", "exact_match")  # all other tasks are lm-eval's
-DATA = ("dataset_name", "split_name", "eval_split", "eval_samples", "dataset_text_field", "system_prompt")
-DATA += ("max_seq_length", "tokenizer_name", "trust_remote_code")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -54,6 +52,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
 
 
 @as_command
+@without_flag("model_name")
 def main(argv: list[str]) -> int:
     """Evaluate and print the table. Exit codes: 0 done, 2 bad setting, 75 interrupted."""
     args, given = parse(argv)

@@ -10,6 +10,9 @@ from fp8_suite.benchmarks.records.runs import bad_input, find_runs, read_run
 from fp8_suite.te_models.presets import require_model
 from fp8_suite.training.config import Config, all_settings, config_from_dict
 
+# Settings of the data that may be given.
+DATA = ("dataset_name", "split_name", "eval_split", "eval_samples", "dataset_text_field", "system_prompt")
+DATA += ("max_seq_length", "tokenizer_name", "trust_remote_code")
 OTHER_ROWS = {"dataset_name", "split_name", "eval_split"}  # with these, it is not a run's held-out rows
 
 
@@ -43,18 +46,22 @@ def find_targets(names: list[str], given: dict[str, Any]) -> list[Target]:
     of_runs = [target for target in targets if target.run]
     first = of_runs[0] if of_runs else Target("", config_from_dict(given))
     for target in of_runs:
-        here, there = _choosing_rows(first.cfg), _choosing_rows(target.cfg)
-        if flags := [f"--{name}" for name in here if here[name] != there.get(name)]:
-            names = ", ".join(flags)
-            raise bad_input(f"{first.run} and {target.run} have different data ({names}); give these flags")
+        here, there = _choosing_rows(first), _choosing_rows(target)
+        if names := [name for name in here if here[name] != there.get(name)]:
+            flags = ", ".join(f"--{name}" for name in names)
+            way = "give these flags" if set(names) <= set(DATA) else "evaluate each alone"
+            way = "give --eval_split" if names == ["num_of_samples"] else way
+            raise bad_input(f"{first.run} and {target.run} have different data ({flags}); {way}")
     return [t if t.run else replace(t, cfg=first.cfg, held_out=first.held_out) for t in targets]
 
 
-def _choosing_rows(cfg: Config) -> dict[str, Any]:
+def _choosing_rows(target: Target) -> dict[str, Any]:
     """Return the settings that choose and tokenize the evaluated rows."""
+    data = target.cfg.data
     unread = {n for n, s in all_settings().items() if s.field.metadata["resumable"]}
-    unread |= {"split_name", "num_of_samples"} if cfg.data.eval_split else set()
-    return {name: value for name, value in vars(cfg.data).items() if name not in unread}
+    unread |= {"split_name"} if data.eval_split else set()
+    unread |= {"num_of_samples"} if data.eval_split or not target.held_out else set()
+    return {name: value for name, value in vars(data).items() if name not in unread}
 
 
 def _exports(run: Path, given: dict[str, Any]) -> list[Target]:

@@ -248,7 +248,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        ("{tmp}/nothing --dataset_name demo", "--model_name {tmp}/nothing: there is no such folder"),
+        ("{tmp}/nothing --dataset_name demo", "{tmp}/nothing: there is no such folder"),
         ("{run} {tmp}", "{tmp}: no run folder and no model"),
         (
             "{run}-bare",
@@ -296,6 +296,8 @@ def test_runs_on_different_data_are_refused_by_flag(run, tmp_path):
     assert len(targets(num_workers=0, num_of_samples=3)) == 4, "the evaluated rows are the same"
     with pytest.raises(UserError, match=r"different data \(--max_seq_length\); give these flags"):
         targets(max_seq_length=128)
+    with pytest.raises(UserError, match=r"different data \(--packing\); evaluate each alone"):
+        targets(packing=False)
 
 
 def test_results_join_the_verdict_over_seeds(tmp_path):

@@ -102,7 +102,14 @@ def test_a_run_folder_is_answered_with_its_export(export, tmp_path):
         spec(str(tmp_path))
 
 
-def test_adapters_are_answered_with_the_merged_export(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"adapters only; give a merged model, such as RUN/export$"):
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("adapter_config.json", "adapters only; give a merged model"),
+        ("manifest.json", "a checkpoint; give an export"),
+    ],
+)
+def test_adapters_and_checkpoints_are_answered_with_the_export(file, message, tmp_path):
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(UserError, match=f"{message}, such as RUN/export"):
         spec(str(tmp_path))

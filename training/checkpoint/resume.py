@@ -86,9 +86,11 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
         return latest
     path, folder = Path(resume).expanduser().resolve(), checkpoints.folder.resolve()
     if folder not in (path, *path.parents, path / "checkpoints"):
-        if latest:  # --resume set the starting point; this run has saved newer checkpoints
-            _check_origin(path, checkpoints.folder.parent)
+        if latest and path == _origin(checkpoints.folder.parent):  # this run has saved newer checkpoints
             return latest
+        if latest and path.exists():
+            reason = f"--output_dir {folder.parent} holds a run that started elsewhere"
+            raise bad_setting(f"{reason}; choose another --output_dir", resume=path)
     elif path.parent == folder and (newer := _saved_since_rollback(checkpoints.folder, path)):
         return newer
     if path.is_dir() and (step_of(path) is not None or (path / MANIFEST).is_file()):
@@ -101,12 +103,9 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
     )
 
 
-def _check_origin(requested: Path, folder: Path) -> None:
-    """UserError if `folder` holds a run that did not start from the `requested` checkpoint."""
-    recorded = str(read_record(settings_path(folder)).get("resume"))
-    if Path(recorded).expanduser().resolve() != requested:
-        reason = f"--output_dir {folder} holds a run that started elsewhere; choose another --output_dir"
-        raise bad_setting(reason, resume=requested)
+def _origin(folder: Path) -> Path:
+    """Return the --resume of the run in `folder`, as a path."""
+    return Path(str(read_record(settings_path(folder)).get("resume"))).expanduser().resolve()
 
 
 # Rollbacks, recorded in index.json
@@ -185,7 +184,7 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
     if meta["recipe"] != recipe:
         refused["fp8_scenario"] = (meta["recipe"], recipe)
     if refused:
-        export = f"--max_steps {point.step} --export --output_dir NEW"
+        export = f"--resume {point.path} --max_steps {point.step} --export --output_dir NEW"
         way_out = f"use the same settings, or add {export} to them and train from that export"
         fits = batch % (cfg.optim.batch_size * cfg.sharding.data_ranks(world_size)) == 0
         if fits and refused.keys() <= set(BATCH_SPLIT_SETTINGS):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from fp8_suite.core.cli import as_command, command_parser
-from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, without_flag
 from fp8_suite.core.files import write_json
 from fp8_suite.core.readers import read_json
 from fp8_suite.te_models.quantized.forms import FORMS, Form, Quantizer, layer_of
@@ -56,6 +56,7 @@ def quantize_export(source: str, folder: Path, form: Form) -> str:
 
 
 @as_command
+@without_flag("model_name")
 def main(argv: list[str]) -> int:
     """Quantize an export. Exit codes: 0 done, 1 failed, 2 bad setting, 75 interrupted."""
     description = "Write a Hugging Face model with FP8 weights for vLLM and transformers."

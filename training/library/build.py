@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from fp8_suite.core.errors import UserError
+from fp8_suite.core.errors import UserError, without_flag
 from fp8_suite.core.packages import version
 from fp8_suite.core.patches import PEFT_ON_TE
 from fp8_suite.core.recipes import TE_RECIPES
@@ -30,6 +30,7 @@ PEFT = ExitStack()  # peft's choice of adapters, likewise
 MAX_POSITIONS = 2048  # length of the first RoPE tables, which grow with the longest row
 
 
+@without_flag("model_name")
 def from_pretrained(
     name: str, recipe: str = TE_RECIPES[0], *, dtype: torch.dtype = torch.float32, backend: str = "auto"
 ) -> TEForCausalLM:

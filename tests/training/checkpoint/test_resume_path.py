@@ -35,6 +35,12 @@ def test_resume_from_a_path_without_checkpoints_is_refused(tmp_path, monkeypatch
         resolve_resume(resume, Checkpoints(tmp_path / "checkpoints", keep_last=1))
 
 
+def test_a_missing_path_is_not_mistaken_for_another_run(tmp_path):
+    checkpoints = save_steps(tmp_path / "run" / "checkpoints", 1)
+    with pytest.raises(UserError, match="no checkpoint there"):
+        resolve_resume(str(tmp_path / "misspelled"), checkpoints)
+
+
 def test_a_rolled_back_run_resumes_from_what_it_saved_since(tmp_path):
     """A scheduler repeats the same command, with the --resume that was given once."""
     folder = tmp_path / "checkpoints"
