@@ -245,7 +245,8 @@ def check_folder(cfg: Config, folder: Path, world_size: int) -> None:
 
 
 def describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"--{name} {old} there, {new} here" for name, (old, new) in changed.items())
+    shown = {name: ["none" if v is None else v for v in values] for name, values in changed.items()}
+    return ", ".join(f"--{name} {old} there, {new} here" for name, (old, new) in shown.items())
 
 
 def rank_batch(settings: dict[str, Any]) -> int:

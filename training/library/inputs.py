@@ -33,7 +33,8 @@ def decoder_inputs(
     known = WITHOUT_EFFECT if position_ids is None else WITHOUT_EFFECT | BOUNDARIES
     for name, value in arguments.items():
         if name not in known and value is not None and value is not False:
-            raise TypeError(f"{name}: not supported by models of TE layers")
+            way = "; generate with use_cache=False" if name == "past_key_values" else ""
+            raise TypeError(f"{name}: not supported by models of TE layers{way}")
     starts = torch.zeros_like(input_ids, dtype=torch.bool)  # first token of each sequence
     starts[:, 0] = True
     if attention_mask is not None:
