@@ -61,6 +61,7 @@ def test_steps_of_recorded_runs_are_predicted_within_14_percent(checks):
     small = ("2gpu-ds_zero3", "2gpu-fsdp_full-again", "8gpu-fsdp_full", "8gpu-fsdp_grad", "8gpu-hsdp")
     known = {f"Llama-3.2-1B-{name}" for name in small} | {"Llama-3.2-3B-8gpu-ds_zero3"}
     known |= {f"Meta-Llama-3.1-8B-{n}" for n in ("4gpu-ds_zero3", "8gpu-ds_zero3")}
+    known |= {f"gradient_exchange/1b-{dtype}" for dtype in ("fp32", "bf16", "fp8")}
     known |= {f"{n}/65536-cp2" for n in ("h100-context", "h200-context")} | {"h100-context/65536-cp2-cudnn"}
     assert set(wrong) == known
 
