@@ -183,6 +183,8 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
     )
     if meta["recipe"] != recipe:
         refused["fp8_scenario"] = (meta["recipe"], recipe)
+    elif "fp8_scenario" in refused:  # `default` and the recipe that it stands for
+        allowed["fp8_scenario"] = refused.pop("fp8_scenario")
     if refused:
         export = f"--resume {point.path} --max_steps {point.step} --export --output_dir NEW"
         way_out = f"use the same settings, or add {export} to them and train from that export"

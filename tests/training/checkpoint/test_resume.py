@@ -61,7 +61,8 @@ def test_evaluating_an_earlier_step_neither_rolls_back_nor_loads_moments(folder,
 
 
 def test_a_resume_in_another_effective_recipe_is_refused():
-    cfg = config_from_dict({})
+    cfg, named = config_from_dict({}), config_from_dict({"fp8_scenario": "tensorwise"})
+    assert "--fp8_scenario default there, tensorwise here" in resumed(cfg, 1, named, 1)
     with pytest.raises(UserError, match="fp32 there, bf16 here"):  # by --fp8_fallback on another GPU
         resumed(cfg, 1, cfg, 1, recipe="bf16")
 
