@@ -2,9 +2,9 @@
 
     python -m benchmarks.source_text OUT --megabytes 250 [--folders /usr/lib/python3 ...]
 
-OUT becomes a data set of whole files in random order, for --dataset_name: its split `train` is that large,
-and one file in a hundred is in `test`. Files with equal content appear once. The text has many licences, so
-it is for this machine only.
+OUT becomes a data set of whole files in random order, for --dataset_name: its split `train` is that large.
+One file in a hundred is in `test`, and then, up to --test_megabytes, all that follow. Files with equal
+content appear once. The text has many licences, so it is for this machine only.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ def main(argv: list[str]) -> int:
     parser = command_parser(PROG, __doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="new folder")
     parser.add_argument("--megabytes", type=float, required=True, metavar="X", help="text of the split train")
+    parser.add_argument(
+        "--test_megabytes", type=float, default=0.0, metavar="X", help="least text of the split test"
+    )
     here = sorted({*site.getsitepackages(), sysconfig.get_path("stdlib"), "/usr/include", "/usr/share/doc"})
     text = f"folders (default: {' '.join(here)})"
     parser.add_argument("--folders", nargs="+", default=here, metavar="DIR", help=text)
@@ -56,19 +59,20 @@ def main(argv: list[str]) -> int:
     if args.out.exists():
         raise bad_setting("exists; give a new folder", out=args.out)
     args.out.mkdir(parents=True)
-    written, wanted = {"train": 0, "test": 0}, args.megabytes * 1e6
+    written, wanted = {"train": 0, "test": 0}, {"train": args.megabytes, "test": args.test_megabytes}
+    enough = False
     with (args.out / "train.jsonl").open("w") as train, (args.out / "test.jsonl").open("w") as test:
         for number, text in enumerate(texts(args.folders)):
-            split, file = ("test", test) if number % EVERY == 0 else ("train", train)
+            full = written["train"] >= wanted["train"] * 1e6
+            split, file = ("test", test) if full or number % EVERY == 0 else ("train", train)
             file.write(json.dumps({"text": text}) + "\n")
             written[split] += len(text.encode("utf-8"))
-            if written["train"] >= wanted:
+            if enough := all(written[split] >= wanted[split] * 1e6 for split in wanted):
                 break
-    print(", ".join(f"{split}: {size / 1e6:.1f} MB" for split, size in written.items()))
-    if written["train"] < wanted:
-        print(f"the folders have no more than that; {wanted / 1e6:.1f} MB were asked for", file=sys.stderr)
-        return 1
-    return 0
+    print(", ".join(f"{split}: {written[split] / 1e6:.1f} of {wanted[split]:.1f} MB" for split in wanted))
+    if not enough:
+        print("the folders have no more text", file=sys.stderr)
+    return 0 if enough else 1
 
 
 if __name__ == "__main__":

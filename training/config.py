@@ -267,6 +267,7 @@ REMOVED_SETTINGS: dict[str, tuple[Any, ...] | None] = {
     "cpu_offload": (False,),
     "fp8_weight_cache": (True, False),
     "fused_residuals": (True, False),
+    "pipeline_schedule": ("auto", "1f1b", "interleaved"),
 }
 
 

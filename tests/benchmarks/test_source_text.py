@@ -22,7 +22,12 @@ def test_each_text_is_in_one_split_once(tmp_path, capsys):
     train, test = (rows(out / f"{split}.jsonl") for split in ("train", "test"))
     assert len({*train, *test}) == len(train) + len(test) and 1 <= len(test) <= 2
     assert 1e5 <= sum(map(len, train)) < 1.05e5
+    argv = [str(tmp_path / "larger"), "--megabytes", "0.1", "--test_megabytes", "0.02", *argv[3:]]
+    assert source_text.main(argv) == 0
+    larger = rows(tmp_path / "larger/test.jsonl")
+    assert rows(tmp_path / "larger/train.jsonl") == train and larger[: len(test)] == test
+    assert 2e4 <= sum(map(len, larger)) < 2.5e4 and not {*larger} & {*train}
     capsys.readouterr()
     assert source_text.main([str(tmp_path / "all"), "--megabytes", "9", "--folders", str(sources)]) == 1
     assert len(rows(tmp_path / "all/train.jsonl") + rows(tmp_path / "all/test.jsonl")) == 205
-    assert "9.0 MB were asked for" in capsys.readouterr().err
+    assert "no more text" in capsys.readouterr().err

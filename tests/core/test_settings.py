@@ -251,7 +251,7 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
         *("compile", "eval_batch_size", "num_epochs", "max_steps"),
         *("sharding_mode", "deepspeed_config", "offload_optimizer", "hsdp_shard_size"),
         *("context_parallel_size", "cp_comm_type", "tensor_parallel_size"),
-        *("pipeline_parallel_size", "pipeline_schedule", "virtual_stages"),
+        *("pipeline_parallel_size", "virtual_stages"),
         *("memory_limit_gb", "empty_cache_freq", "timeout_minutes"),
     }
     assert of_records <= resumable

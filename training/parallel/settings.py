@@ -56,7 +56,6 @@ EXCLUDED = {
 ONLY_WITH = {
     "cp_comm_type": "context_parallel_size",
     "virtual_stages": "pipeline_parallel_size",
-    "pipeline_schedule": "pipeline_parallel_size",
 }
 
 
@@ -88,11 +87,9 @@ class ShardingConfig(Section):
     pipeline_parallel_size: int | Literal["auto"] = resumable(
         1, "pipeline stages that split the layers, with --use_te; auto: fastest layout that fits", minimum=1
     )
-    pipeline_schedule: Literal["auto", "1f1b", "interleaved"] = resumable(
-        "auto",
-        "order of a pipeline's micro-batches; auto: interleaved with several --virtual_stages, else 1f1b",
+    virtual_stages: int = resumable(
+        1, "pipeline stages per rank: several run interleaved, one runs 1F1B", minimum=1
     )
-    virtual_stages: int = resumable(1, "pipeline stages per rank", minimum=1)
     grad_reduce_dtype: Literal["fp32", "bf16", "fp8"] = setting(
         "fp32", "dtype of gradient sums over ranks and micro-batches; fp8: sent in FP8, accumulated in BF16"
     )
@@ -170,9 +167,6 @@ def axis_rules(s: Any) -> Iterator[tuple[str, str]]:
         return
     if s.pipeline_parallel_size > 1 and s.grad_reduce_dtype == "fp8":
         yield "pipeline_parallel_size grad_reduce_dtype", "pipelines exchange fp32 or bf16; choose one"
-    if s.pipeline_schedule not in (AUTO, "interleaved" if s.virtual_stages > 1 else "1f1b"):
-        reason = "interleaved is for 2 or more stages per rank, 1f1b for one; change one of the two"
-        yield "pipeline_schedule virtual_stages", reason
 
 
 def read_deepspeed_config(path: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def tied(small) -> str:
     [
         (f"{EPOCH} --no_packing", PP),
         (f"{FP8} delayed", f"{PP} --recompute mlp:2+layer"),
-        (f"{FP8} delayed", f"{PP} --virtual_stages 2 --pipeline_schedule interleaved"),
+        (f"{FP8} delayed", f"{PP} --virtual_stages 2"),
         (f"{FP8} block --bf16_last_layers 1", PP),
     ],
 )
@@ -185,8 +185,6 @@ def test_state_moves_between_layouts_bit_for_bit(untied, tmp_path):
         ({"lora_rank": 8}, {"pipeline_parallel_size", "lora_rank"}),
         ({"offload_optimizer": True}, {"pipeline_parallel_size", "offload_optimizer"}),
         ({"grad_reduce_dtype": "fp8"}, {"pipeline_parallel_size", "grad_reduce_dtype"}),
-        ({"pipeline_schedule": "interleaved"}, {"pipeline_schedule", "virtual_stages"}),
-        ({"pipeline_schedule": "1f1b", "virtual_stages": 2}, {"pipeline_schedule", "virtual_stages"}),
         ({"pipeline_parallel_size": 1, "virtual_stages": 2}, {"virtual_stages"}),
     ],
 )
