@@ -11,7 +11,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,11 @@ from fp8_suite.benchmarks.launch.variants import (
     split_settings,
 )
 from fp8_suite.benchmarks.records.runs import bad_input
-from fp8_suite.benchmarks.throughput import SYNTHETIC, made_up_rows
 from fp8_suite.core.cli import as_command, command_parser
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.readers import UnreadableFile, read_yaml
 from fp8_suite.core.settings import convert, nearest
 from fp8_suite.training.config import all_settings
-from fp8_suite.training.estimate.sizes import global_batch, with_data_ranks
 
 PROG = "python -m benchmarks.sweep"
 # Short names of axes. All other settings are axes under their own names.
@@ -155,8 +152,6 @@ def main(argv: list[str]) -> int:
     folder = args.output_dir or Path("runs") / args.sweep.stem
     refuse_run_folder(folder)
     axes, precisions = read_axes(file["grid"], args.axis), file["grid"].get("precision", ())
-    synthetic = common.get("dataset_name") == SYNTHETIC
-    common |= {"dataset_name": str(folder / "synthetic.txt"), "split_name": "train"} if synthetic else {}
     runs = build_grid(axes, common, folder, precisions)
     if args.dry_run:
         for run in runs:
@@ -164,25 +159,9 @@ def main(argv: list[str]) -> int:
             status = f"skipped, {reason}" if reason else "finished" if is_finished(run.cfg) else "to run"
             print(f"{run.name}: {status}")
         return 0
-    with made_up_rows(folder, **full_rows(runs)) if synthetic else nullcontext():
-        require_all_inputs(runs)
-        failures = train_all(runs, folder, lambda run, failures: why_skip(run))
+    require_all_inputs(runs)
+    failures = train_all(runs, folder, lambda run, failures: why_skip(run))
     return conclude(runs, failures, folder)
-
-
-def full_rows(runs: list[GridRun]) -> dict[str, int]:
-    """Return the number of rows, and tokens of a row, that fill all steps of each run.
-
-    A row is as long as the longest sequence; shorter sequences are parts of it.
-    """
-    tokens = max(run.cfg.data.max_seq_length for run in runs)
-    steps = max(
-        (run.cfg.optim.max_steps or 1)
-        * global_batch(*with_data_ranks(run.cfg, run.gpus))
-        * run.cfg.data.max_seq_length
-        for run in runs
-    )
-    return {"rows": -(-steps // tokens), "tokens": tokens}
 
 
 def conclude(runs: list[GridRun], failures: Failures, folder: Path) -> int:

@@ -16,16 +16,8 @@ count.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import random
-import re
-import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +25,18 @@ from fp8_suite.benchmarks.launch.process import launch
 from fp8_suite.benchmarks.launch.variants import given_settings, split_flags
 from fp8_suite.core.cli import add_number, as_command, command_parser
 from fp8_suite.core.errors import bad_setting
-from fp8_suite.data.demo import TOKENIZER_DIR, read_demo
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.sizes import with_data_ranks, with_sizes
 from fp8_suite.training.launch import require_inputs
 from fp8_suite.training.tracking.meter import LONG_STEP, warmup_steps
 
 PROG = "python -m benchmarks.throughput"
-SYNTHETIC = "synthetic"  # as --dataset_name: random words
 INTERVAL = 8  # micro-batches per log interval
 COUNTED = 4  # measured intervals by default
 PROFILED_FROM = 9  # first profiled step, as in `training.tracking.profiling`
 FIXED = {"eval_samples": 0, "eval_interval": 0, "save_checkpoints": False, "export": False, "resume": "none"}
 OWNED = ("max_steps", "profile_steps", "log_interval", *FIXED)  # set by this program and its own flags
-DEFAULTS = {"init": "random", "tokenizer_name": "demo"}
+DEFAULTS = {"dataset_name": "synthetic", "init": "random", "tokenizer_name": "demo"}
 
 
 def schedule(accumulation: int, profile: bool, tokens: int) -> tuple[int, int, int]:
@@ -69,10 +59,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     add_number(parser, "repeats", 1, "runs to measure")
     parser.add_argument("--profile", action="store_true", help="also record the GPU time by kind of kernel")
     arguments, training = split_flags(parser, argv)
-    requested = given_settings(training, PROG, OWNED)
-    if requested.get("dataset_name") == SYNTHETIC:  # the default
-        del requested["dataset_name"]
-    return arguments, requested
+    return arguments, given_settings(training, PROG, OWNED)
 
 
 @as_command
@@ -92,26 +79,12 @@ def main(argv: list[str]) -> int:
         raise bad_setting(reason, steps=steps)
     settings = DEFAULTS | requested | FIXED | {"max_steps": steps, "log_interval": interval}
     settings |= {"profile_steps": profiled} if profiled else {}
-    synthetic = "dataset_name" not in requested
-    if synthetic and settings["tokenizer_name"] != "demo":
-        reason = "synthetic text needs the demo tokenizer; drop it, or add --dataset_name"
-        raise bad_setting(reason, tokenizer_name=settings["tokenizer_name"])
     cfg = config_from_dict(settings)
     require_inputs(cfg)
     if not torch.cuda.is_available() or cfg.model.te_backend == "emulated":
         print("WARNING: no speed is reported of runs without a GPU and of emulated ones", file=sys.stderr)
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = Path(cfg.checkpoint.output_dir or f"runs/throughput/{now}")
-    if not synthetic:
-        return run_repeats(settings, folder, arguments)
-    rows = steps * accumulation * optim.batch_size * data_ranks
-    with made_up_rows(folder, rows=rows, tokens=cfg.data.max_seq_length) as text:
-        settings = {"split_name": "train"} | settings | {"dataset_name": str(text)}
-        return run_repeats(settings, folder, arguments)
-
-
-def run_repeats(settings: dict[str, Any], folder: Path, arguments: argparse.Namespace) -> int:
-    """Train in the folders run-1, run-2, ... and report; return the exit code of a run that fails."""
     runs = [folder / f"run-{number}" for number in range(1, arguments.repeats + 1)]
     for run in runs:
         cfg = config_from_dict(settings | {"output_dir": str(run)})
@@ -121,39 +94,6 @@ def run_repeats(settings: dict[str, Any], folder: Path, arguments: argparse.Name
     from fp8_suite.benchmarks.report import main as report  # imports matplotlib, which is slow
 
     return report.main([*map(str, runs), "--output_dir", str(folder)])
-
-
-@contextmanager
-def made_up_rows(folder: Path, *, rows: int, tokens: int) -> Iterator[Path]:
-    """Yield a file of synthetic text in `folder`; rank 0 writes it. Nothing remains in the user's cache."""
-    text, cache = folder / "synthetic.txt", folder / ".datasets"
-    on_rank0 = os.environ.get("RANK", "0") == "0"
-    if on_rank0:
-        write_text(text, rows=rows, tokens=tokens)
-    os.environ["HF_DATASETS_CACHE"] = str(cache)
-    try:
-        yield text
-    finally:
-        if on_rank0:
-            shutil.rmtree(cache, ignore_errors=True)
-
-
-def write_text(path: Path, *, rows: int, tokens: int) -> None:
-    """Write `rows` lines of random words; each has `tokens` tokens, BOS and EOS included."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(TOKENIZER_DIR / "tokenizer.json"))
-    special = json.loads((TOKENIZER_DIR / "tokenizer_config.json").read_text(encoding="utf-8"))
-    ends = sum(special.get(name) is not None for name in ("bos_token", "eos_token"))
-    text = " ".join(row["problem"] for row in islice(read_demo("train_1M"), 500))
-    words = [f" {word}" for word in re.findall(r"[A-Za-z]+", text)]
-    # With words of one token, the number of words is the number of tokens.
-    single = {word for word in set(words) if len(tokenizer.encode(word, add_special_tokens=False)) == 1}
-    words, draw = [word for word in words if word in single], random.Random(0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(rows):
-            file.write("".join(draw.choices(words, k=tokens - ends)) + "\n")
 
 
 if __name__ == "__main__":

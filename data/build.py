@@ -3,6 +3,7 @@
 The modules, in order of data flow:
 
 - `sources` opens the rows. Register a new data set in DATASETS, a new file format in `formats.FORMATS`.
+- `synthetic` makes up rows of random words.
 - `columns` chooses the columns to train on. Register new column names in KNOWN_COLUMNS.
 - `rows` converts rows to samples.
 - `tokenizer` loads the tokenizer and supplies missing chat templates. Register new ones in TEMPLATES.
@@ -25,6 +26,7 @@ from typing import Any, Literal
 import numpy as np
 from datasets import Dataset
 from fp8_suite.core.errors import bad_setting, counted
+from fp8_suite.data import synthetic
 from fp8_suite.data.chat import Encoder
 from fp8_suite.data.demo import SPLIT_ALIASES
 from fp8_suite.data.loader import Loader
@@ -178,7 +180,10 @@ def check_splits(cfg: DataConfig) -> None:
 
 
 def open_split(cfg: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Split:
-    source = open_source(cfg, name)
+    if cfg.dataset_name == synthetic.NAME:
+        source = synthetic.open_synthetic(cfg, name, tokenizer)
+    else:
+        source = open_source(cfg, name)
     columns = source.columns
     encoder = Encoder(tokenizer, source.to_sample, chat=columns.chat, system=columns.system)
     return Split(cfg, source, encoder, vocab_size)

@@ -19,7 +19,9 @@ class DataConfig(Section):
     affects: ClassVar[Effect] = "learning"
 
     dataset_name: str = setting(
-        "demo", "demo, hub id (or ID:CONFIGURATION), folder, or file (jsonl json parquet csv tsv txt)"
+        "demo",
+        "demo, synthetic (random words), hub id (or ID:CONFIGURATION), folder, or file (jsonl json parquet "
+        "csv tsv txt)",
     )
     split_name: str = setting("train_1M", "split to train on")
     eval_split: str | None = setting(None, "split to evaluate on; default: held out from --split_name")

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.packages import software
+from fp8_suite.data import synthetic
 from fp8_suite.data.build import Loaders, build_loaders
 from fp8_suite.data.order import BatchShape
 from fp8_suite.data.tokenizer import load_tokenizer
@@ -44,7 +45,7 @@ from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.config import Config, settings_path
 from fp8_suite.training.estimate.choose import choose_strategy
 from fp8_suite.training.estimate.memory import checkpoint_bytes
-from fp8_suite.training.estimate.sizes import Sizing, compiles_layers
+from fp8_suite.training.estimate.sizes import Sizing, compiles_layers, global_batch
 from fp8_suite.training.export.write import check_export
 from fp8_suite.training.kernels import KernelInputs, enable_kernels
 from fp8_suite.training.optim.batch_ramp import BatchSchedule
@@ -223,7 +224,7 @@ def _load_data(cfg: Config, resolved: Resolved, strategy: Strategy, *, resumes: 
     config = spec.config.get_text_config()
     evaluated = "checkpoint" if resumes else "model"
     loaders = build_loaders(
-        cfg.data,
+        synthetic.with_rows(cfg.data, global_batch(cfg, strategy.topology.data_size), cfg.optim.max_steps),
         tokenizer,
         BatchShape(
             batch_size=cfg.optim.batch_size,

@@ -4,7 +4,7 @@
         --mixed_precision fp8 --output_dir /disk/1b
     torchrun --nproc_per_node=2 -m benchmarks.saves --sharding_mode fsdp_full ... --output_dir /disk/8b
 
-It trains on made-up rows in --output_dir, whose disk needs room for one checkpoint, and writes record.json
+It trains on random words in --output_dir, whose disk needs room for one checkpoint, and writes record.json
 there. `async` saves are training's default; `torch` is torch.distributed.checkpoint.async_save, staged in
 pinned memory. The first save of a kind may have to allocate memory, so it is reported apart.
 """
@@ -15,7 +15,6 @@ import argparse
 import os
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks import throughput
@@ -24,7 +23,7 @@ from fp8_suite.core.cli import add_number, as_command, command_parser
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.signals import stop_with_parent
 from fp8_suite.training.config import config_from_dict
-from fp8_suite.training.estimate.sizes import global_batch, with_sizes
+from fp8_suite.training.estimate.sizes import global_batch, with_data_ranks
 from fp8_suite.training.launch import allow_expandable_segments
 
 PROG = "python -m benchmarks.saves"
@@ -35,7 +34,7 @@ FIXED = throughput.FIXED | {
     "save_interval": "900000",  # never; 0 would rule out saves in the background
     "async_save": True,
 }
-OWNED = ("dataset_name", "split_name", "tokenizer_name", *FIXED)  # set by this program
+OWNED = ("dataset_name", "num_of_samples", "tokenizer_name", *FIXED)  # set by this program
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -58,17 +57,14 @@ def main(argv: list[str]) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
         stop_with_parent()
     allow_expandable_segments()
-    cfg, world_size = config_from_dict(settings), int(os.environ.get("WORLD_SIZE", 1))
-    data_ranks = cfg.sharding.data_ranks(world_size)
-    rows = global_batch(with_sizes(cfg, data_ranks), data_ranks)  # of a step, which is repeated
-    folder, tokens = Path(cfg.checkpoint.output_dir), cfg.data.max_seq_length
-    with throughput.made_up_rows(folder, rows=rows, tokens=tokens) as text:
-        cfg = config_from_dict(settings | {"dataset_name": str(text), "split_name": "train"})
-        # These import torch.
-        from fp8_suite.benchmarks.saves.measure import measure_saves
-        from fp8_suite.training.run import main as train
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    rows = global_batch(*with_data_ranks(config_from_dict(settings), world_size))
+    cfg = config_from_dict(settings | {"num_of_samples": rows})  # of a step, which is repeated
+    # These import torch.
+    from fp8_suite.benchmarks.saves.measure import measure_saves
+    from fp8_suite.training.run import main as train
 
-        from fp8_suite.train_multi_gpu import join_torchrun
+    from fp8_suite.train_multi_gpu import join_torchrun
 
-        work = partial(measure_saves, repeats=arguments.repeats, steps=arguments.steps)
-        return train([], description="", start=join_torchrun, started=started, cfg=cfg, work=work)
+    work = partial(measure_saves, repeats=arguments.repeats, steps=arguments.steps)
+    return train([], description="", start=join_torchrun, started=started, cfg=cfg, work=work)

@@ -11,9 +11,10 @@ from fp8_suite.benchmarks.launch import grid
 from fp8_suite.benchmarks.launch.grid import GridRun
 from fp8_suite.benchmarks.plan.predict import make_plan
 from fp8_suite.benchmarks.records.runs import read_run
-from fp8_suite.benchmarks.sweep import build_grid, full_rows, main, read_axes, read_sweep
+from fp8_suite.benchmarks.sweep import build_grid, main, read_axes, read_sweep
 from fp8_suite.core.gpus import PLANNED
 from fp8_suite.core.packages import ROOT
+from fp8_suite.training.estimate.sizes import global_batch, with_data_ranks
 
 from tests.benchmarks.folders import launch_here
 
@@ -72,9 +73,8 @@ def test_a_grid_may_share_sequences_among_ranks(size, tmp_path):
     """Four ranks can share one sequence; data parallelism alone would need four."""
     axes = {"precision": ["delayed"], "gpus": [4], "context_parallel_size": [size]}
     total = 1 if size == 4 else 4
-    (run,) = build_grid(axes, {"batch_size": 1, "global_batch_size": total, "max_steps": 3}, tmp_path)
-    length = run.cfg.data.max_seq_length
-    assert full_rows([run]) == {"rows": 3 * total, "tokens": length}
+    (run,) = build_grid(axes, {"batch_size": 1, "global_batch_size": total}, tmp_path)
+    assert global_batch(*with_data_ranks(run.cfg, run.gpus)) == total
 
 
 def test_a_part_of_a_grid_has_the_runs_of_the_whole(tmp_path):
@@ -94,7 +94,7 @@ def test_a_value_of_an_axis_may_have_further_settings_as_a_variant_may(tmp_path)
 
 def shipped(name: str, folder: Path) -> list[GridRun]:
     file = read_sweep(ROOT / f"benchmarks/sweeps/{name}.yaml")
-    return build_grid(file["grid"], file["base"] | {"dataset_name": "demo"}, folder)
+    return build_grid(file["grid"], file["base"], folder)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -120,7 +120,6 @@ def test_synthetic_rows_fill_every_sequence(tmp_path, monkeypatch):
     base |= {"num_proc": 1, "eval_samples": 0, "export": False, "save_checkpoints": False, "max_steps": 3}
     base |= {"log_interval": 1}
     file = write(tmp_path / "grid.yaml", {"grid": {"sequence_length": [32, 128]}, "base": base})
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "users_cache"))
     monkeypatch.setattr(grid, "launch", launch_here)
     assert main([str(file), "--output_dir", str(tmp_path / "out")]) == 0
     for length in (32, 128):

@@ -165,6 +165,17 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(finished, tmp_pat
     assert all(meta[name] == remeta[name] for name in ("loader", "optimizer_steps"))
 
 
+def test_synthetic_text_fills_one_epoch_of_full_sequences_and_resumes(tmp_path):
+    flags = "--dataset_name synthetic --gradient_accumulation_steps 2 --max_steps 6 --save_interval 3"
+    whole = train(tmp_path / "whole", flags)
+    data = record(whole, "env.json")["data"]
+    assert (data["train"]["rows"], data["train"]["tokens"]) == (24, 24 * 128)
+    assert data["train"]["sequences"] == 24 and data["eval"]["rows"] == 2
+    assert curve(whole, "train/epoch")[6] == 1
+    resumed = train(tmp_path / "resumed", f"{flags} --resume {whole}/checkpoints/step_000003")
+    assert curve(resumed) == rest(whole, 3)
+
+
 def test_a_run_whose_batch_grows_resumes_bit_by_bit_at_any_step(small, tmp_path):
     """Micro-batches per step: 1 in four steps, 2 in two, then 4; delayed scaling follows them."""
     flags = f"--batch_ramp '256:0 512:1Ki 1Ki:2Ki' --use_te --mixed_precision fp8 --no_export {small()}"
