@@ -131,13 +131,6 @@ def test_every_kind_of_tensor_is_restored_bit_by_bit(tmp_path, file_bytes):
     assert len({file.stat().st_mode for file in path.iterdir()}) == 1, "shards are readable like other files"
 
 
-def test_a_part_of_a_checkpoint_may_be_loaded(tmp_path):
-    checkpoints = save_steps(tmp_path, 4)
-    target = {"moment": torch.zeros(7, dtype=torch.bfloat16)}
-    checkpoints.load(tmp_path / "step_000004", target)
-    assert torch.equal(target["moment"], filled(4)["moment"])
-
-
 @pytest.mark.parametrize(
     ("key", "tensor", "reason"),
     [
@@ -207,7 +200,6 @@ DAMAGE = {
     "missing shard": (lambda p: shard_of(p).unlink(), "safetensors: No such file"),
     "flipped shard": (lambda p: flip(shard_of(p), -1), "safetensors: .*checksum"),
     "flipped length of a shard's header": (lambda p: flip(shard_of(p), 6), "safetensors: .*checksum"),
-    "flipped brace of a shard's header": (lambda p: flip(shard_of(p), 8), "safetensors: .*checksum"),
     "flipped name in a shard's header": (lambda p: flip(shard_of(p), 12), "safetensors: .*checksum"),
     "foreign shard": (lambda p: (p / "x.safetensors").write_bytes(b"?"), "x.safetensors: not in manifest"),
     "missing meta": (lambda p: (p / "meta.json").unlink(), "meta.json: No such file"),
