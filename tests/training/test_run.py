@@ -176,7 +176,7 @@ def test_synthetic_text_fills_one_epoch_of_full_sequences_and_resumes(tmp_path):
     assert curve(resumed) == rest(whole, 3)
 
 
-def test_a_run_whose_batch_grows_resumes_bit_by_bit_at_any_step(small, tmp_path):
+def test_a_run_whose_batch_grows_resumes_bit_by_bit_at_any_step(small, tmp_path, monkeypatch):
     """Micro-batches per step: 1 in four steps, 2 in two, then 4; delayed scaling follows them."""
     flags = f"--batch_ramp '256:0 512:1Ki 1Ki:2Ki' --use_te --mixed_precision fp8 --no_export {small()}"
     flags += " --lr_scheduler wsd"
@@ -184,6 +184,7 @@ def test_a_run_whose_batch_grows_resumes_bit_by_bit_at_any_step(small, tmp_path)
     assert list(curve(whole, "train/tokens_per_step").values()) == [256] * 4 + [512] * 2 + [1024] * 3
     summary, last = record(whole, "summary.json"), len(curve(whole))
     assert summary["train_tokens_seen"] == 5 * 1024 and summary["steps"] == last == 9, "one epoch"
+    monkeypatch.setattr(build, "load_te", pytest.fail)  # weights are not loaded before they are restored
     for step in (3, 6):  # before and at a change of the batch
         resumed = train(tmp_path / f"from-{step}", f"{flags} --resume {whole}/checkpoints/step_{step:06d}")
         assert curve(resumed) == rest(whole, step)
@@ -206,15 +207,6 @@ def test_a_run_in_fp16_follows_fp32_and_resumes_bit_by_bit_with_its_loss_scale(t
     states = [record(folder / "checkpoints/step_000008", "meta.json") for folder in (whole, resumed)]
     assert states[0]["progress"]["loss_scale"] == {"scale": 2**12, "good_steps": 2}
     assert states[1]["progress"]["loss_scale"] == states[0]["progress"]["loss_scale"]
-
-
-def test_te_layers_are_restored_without_loading_the_model_s_weights_first(small, tmp_path, monkeypatch):
-    flags = f"--use_te --mixed_precision fp8 --max_steps 4 --save_interval 2 --no_export {small()}"
-    first = train(tmp_path / "first", flags)
-    monkeypatch.setattr(build, "load_te", pytest.fail)
-    again = train(tmp_path / "again", f"{flags} --resume {first}/checkpoints/step_000002")
-    assert curve(again) == rest(first, 2)
-    assert same_bits(saved(again, 4), saved(first, 4))
 
 
 @pytest.fixture
@@ -419,14 +411,7 @@ def test_files_of_something_else_are_not_replaced(name, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("free", "code", "message"),
-    [
-        (
-            1e5,
-            EXIT_BAD_SETTING,
-            "a checkpoint takes 0.0 GB, the disk has 0.0 GB free",
-        ),
-        (4e7, 0, "--keep_last 5: 2 more checkpoints of 0.0 GB do not fit on the disk"),
-    ],
+    [(1e5, EXIT_BAD_SETTING, "the disk has 0.0 GB free"), (4e7, 0, "--keep_last 5: 2 more checkpoints")],
 )
 def test_a_small_disk_is_noted_before_the_first_step(tmp_path, capfd, monkeypatch, free, code, message):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
