@@ -250,22 +250,16 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
     [
         ("{tmp}/nothing --dataset_name demo", "{tmp}/nothing: there is no such folder"),
         ("{run} {tmp}", "{tmp}: no run folder and no model"),
-        (
-            "{run}-bare",
-            "{run}-bare: has no export; make it: python train_fp8.py --config {run}-bare/settings.json",
-        ),
+        ("{run}-bare", "{run}-bare: has no export; make it: python train_fp8.py --config {run}-bare/"),
         ("{run} {parent}", "{run}-bare: has no export"),
         ("{base}", "--tasks loss,exact_match: no run is given; add --dataset_name"),
         ("{run} --max_new_tokens 0", "--max_new_tokens 0: must be at least 1"),
         ("{run} --limits 3", "unknown flag --limits; did you mean '--limit'?"),
         ("{run} --eval_split nope", "--eval_split nope: no such split"),
-        (
-            "{run} --tasks exact_match --dataset_name {tmp}/chat.jsonl",
-            "--dataset_name {tmp}/chat.jsonl: its rows",
-        ),
+        ("{run} --tasks exact_match --dataset_name {tmp}/chat.jsonl", "--dataset_name {tmp}/chat.jsonl: its"),
         (
             "{base}-damaged --dataset_name {tmp}/chat.jsonl",
-            "{base}-damaged: transformers cannot load it (1 weights",
+            "{base}-damaged: transformers cannot load it (1 w",
         ),
         ("{run} --tasks no_such_task", "--tasks no_such_task: "),
     ],

@@ -94,10 +94,7 @@ def test_te_layers_compute_what_llamas_layers_do():
         ("--model_name tiny-lama", "did you mean 'tiny-llama'?"),
         ("--model_name tiny-llama --steps 7", "--device cuda: no GPU"),
         ("--model_name tiny-llama --stack te", "--stack te: Transformer Engine needs a CUDA GPU"),
-        (
-            "--model_name tiny-llama --stack te --device cpu",
-            "--stack te --model_name tiny-llama --device cpu",
-        ),
+        ("--model_name tiny-llama --stack te --device cpu", "--stack te --model_name tiny-llama --device c"),
         ("--model_name tiny-qwen2 --stack te", "--stack te --model_name tiny-qwen2 --device cuda: "),
         ("--model_name tiny-llama --stack te --precision rowwise", "use bf16, delayed"),
         ("--model_name tiny-llama --precision delayed", "--stack torchao --precision delayed: use bf16, "),
