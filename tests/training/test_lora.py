@@ -99,18 +99,3 @@ def test_a_checkpoint_is_refused_over_other_weights(tmp_path, capsys):
     train(folder, f"{flags} --max_steps 4", code=EXIT_BAD_SETTING)
     assert "other weights" in capsys.readouterr().err and sorted(curve(folder)) == [1, 2, 3]
     shutil.rmtree(folder)
-
-
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        ("--lora_dropout 0.1", "--lora_rank"),
-        (f"{LORA} --lora_targets query", "q_proj"),
-        (f"{LORA} --sharding_mode ds_zero2", "ddp"),
-        (f"{LORA} --offload_optimizer", "little"),
-    ],
-)
-def test_bad_flags_are_refused_in_one_line(flags, word, tmp_path, capsys):
-    train(tmp_path / "run", flags, code=EXIT_BAD_SETTING)
-    error = capsys.readouterr().err
-    assert word in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
