@@ -12,7 +12,6 @@ from fp8_suite.te_models import emulation as te
 from fp8_suite.te_models.emulation.casts import E4M3, E5M2, cast_blocks, cast_mx, cast_tensor, cast_with_scale
 
 from tests.te_models.test_emulated_scaling import HIDDEN, RECIPES, layer, rope
-from tests.training.test_run import curve, record, saved, train
 
 QK_NORM = {"qk_norm_type": "RMSNorm", "qk_norm_eps": 1e-6, "qk_norm_before_rope": True}
 
@@ -150,15 +149,3 @@ def test_fused_casts_read_tes_precision(name):
 def test_unknown_arguments_of_tes_layer_are_refused():
     with pytest.raises(TypeError, match=r"attention_type='cross'.* is not emulated"):
         layer(attention_type="cross")
-
-
-@pytest.mark.parametrize(("recipe", "scales"), [("delayed", 3 * 4 * 2 * 2), ("mxfp8", 0)])
-def test_a_run_learns_and_records_that_its_layers_are_emulated(recipe, scales, tmp_path):
-    """`scales` are of layers, modules, directions, and scale and history."""
-    flags = f"--use_te --te_backend emulated --mixed_precision fp8 --fp8_scenario {recipe} --max_steps 3"
-    run = train(tmp_path / "run", f"{flags} --no_export")
-    losses, environment = curve(run), record(run, "env.json")
-    assert losses[3] < losses[1]
-    assert len([name for name in saved(run, 3) if "scaling_" in name]) == scales
-    assert (environment["te_backend"], environment["emulated"]) == ("emulated", True)
-    assert environment["coverage"]["fp8_modules"] == 9  # qkv, proj and MLP of three layers

@@ -184,6 +184,10 @@ def test_a_run_whose_batch_grows_resumes_bit_by_bit_at_any_step(small, tmp_path,
     assert list(curve(whole, "train/tokens_per_step").values()) == [256] * 4 + [512] * 2 + [1024] * 3
     summary, last = record(whole, "summary.json"), len(curve(whole))
     assert summary["train_tokens_seen"] == 5 * 1024 and summary["steps"] == last == 9, "one epoch"
+    environment, scales = record(whole, "env.json"), [key for key in saved(whole, last) if "scaling_" in key]
+    assert (environment["te_backend"], environment["emulated"]) == ("emulated", True)
+    assert environment["coverage"]["fp8_modules"] == 9  # qkv, proj and MLP of three layers
+    assert len(scales) == 3 * 4 * 2 * 2  # layers, modules, directions, and scale and history
     monkeypatch.setattr(build, "load_te", pytest.fail)  # weights are not loaded before they are restored
     for step in (3, 6):  # before and at a change of the batch
         resumed = train(tmp_path / f"from-{step}", f"{flags} --resume {whole}/checkpoints/step_{step:06d}")
