@@ -193,22 +193,13 @@ def test_a_run_resumes_on_one_rank_and_in_another_mode(sharded, tmp_path):
         assert summary(folder)["world_size"] == ranks
 
 
-def test_checkpoints_are_the_same_bits_on_any_ranks_and_in_any_mode(sharded, tmp_path):
-    """Resume at the end of a run, without further steps: 2 ranks -> 1 -> 3 -> 2."""
-    expected, folder = saved(sharded["bf16"], 10), sharded["bf16"]
-    for ranks, mode in ((1, ""), (3, "--sharding_mode fsdp_full"), (2, "--sharding_mode fsdp_grad")):
-        flags = f"--mixed_precision bf16 --no_export {mode}"
-        folder = resume(tmp_path / str(ranks), folder, 10, flags, ranks=ranks)
-        assert same_bits(saved(folder, 10), expected), (ranks, mode)
-
-
 def test_moments_in_8_bits_are_sharded_and_resharded(small, tmp_path):
-    """Blocks of a row stay together, and three ranks shard the rows unevenly."""
+    """Resume at the end, without further steps. Blocks of a row stay together; three ranks shard unevenly."""
     flags = f"{small()} --moment_dtype fp8 --save_interval 3"
     three_ranks = train(tmp_path / "run", f"--max_steps 3 --sharding_mode fsdp_full {flags}", ranks=3).folder
     expected = saved(three_ranks, 3)
     assert any(name.endswith("exp_avg_exponents") for name in expected)
-    for ranks, mode in ((1, ""), (2, "--sharding_mode fsdp_full")):
+    for ranks, mode in ((1, ""), (2, "--sharding_mode fsdp_grad")):
         settings = f"--max_steps 3 --no_export {flags} --batch_size {6 // ranks} {mode}"
         folder = resume(tmp_path / str(ranks), three_ranks, 3, settings, ranks=ranks)
         assert same_bits(saved(folder, 3), expected), (ranks, mode)
