@@ -1,19 +1,16 @@
 """Whole runs with pipeline parallelism over gloo on the CPU, with emulated TE layers, against one rank."""
 
 from dataclasses import replace
-from functools import partialmethod
 from itertools import chain
 
 import pytest
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError
-from fp8_suite.te_models.emulation import gemm, layers
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.activations import between_stages
 from fp8_suite.training.estimate.layout import Layout, check_pipeline, pipeline_stages
 from fp8_suite.training.estimate.setup import ModelSize, rank_setups
-from fp8_suite.training.optim.accumulation import GEMM_WEIGHTS
 from fp8_suite.training.parallel.pipeline import Pipeline
 from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,6 +19,7 @@ from tests.children import preload
 from tests.training.estimate.setups import setup_of
 from tests.training.parallel import jobs
 from tests.training.parallel.jobs import checkpoint, curve, exported, refused, same_bits, saved, start, train
+from tests.training.parallel.sums_in_gemms import sum_in_gemms
 from tests.training.parallel.test_multi_gpu import resume_in_layouts, same_run
 
 preload(__name__)
@@ -60,43 +58,6 @@ def test_a_pipeline_is_the_run_of_one_rank_bit_for_bit(flags, pipeline, untied, 
     assert curve(folder) == curve(one) and curve(folder, "eval/loss") == curve(one, "eval/loss")
     assert same_bits(exported(folder), exported(one))
     assert jobs.record(folder, "env.json")["coverage"] == jobs.record(one, "env.json")["coverage"]
-
-
-class SumsInGemm(gemm.LinearFunction):
-    """A linear layer that adds its weight's gradient to `main_grad` if `weight.fuses`, as TE's do."""
-
-    @staticmethod
-    def forward(ctx, x, weight, *rest):
-        ctx.weight, ctx.fuses = weight, weight.fuses
-        ctx.overwrites = getattr(weight, "overwrite_main_grad", False)
-        return gemm.LinearFunction.forward(ctx, x, weight, *rest)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad_x, gradient, *rest = gemm.LinearFunction.backward(ctx, grad)
-        if not ctx.fuses:
-            return grad_x, gradient, *rest
-        ctx.weight.main_grad = total = ctx.weight.get_main_grad()
-        if ctx.overwrites:
-            total.copy_(gradient)
-        else:
-            total += gradient
-        return grad_x, None, *rest
-
-
-def sum_in_gemms(rank: int) -> None:
-    """Let emulated layers of a sharded model sum gradients as TE's with `fuse_wgrad_accumulation`."""
-
-    def mark_and_run(module, x, *, run):
-        for name in GEMM_WEIGHTS:
-            if hasattr(module, name):
-                getattr(module, name).fuses = module.fuse_wgrad_accumulation
-        return run(module, x)
-
-    layers.LinearFunction = SumsInGemm
-    for kind in (layers.Linear, layers.LayerNormLinear, layers.LayerNormMLP):
-        kind.fuse_wgrad_accumulation = True
-        kind.forward = partialmethod(mark_and_run, run=kind.forward)
 
 
 @pytest.mark.parametrize(

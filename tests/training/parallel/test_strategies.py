@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError
+from fp8_suite.te_models.emulation import layers
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.optim.accumulation import gradient_of
 from fp8_suite.training.optim.optimizer import OptimizerSpec, build_optimizer
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.children import preload, run_ranks
+from tests.training.parallel.sums_in_gemms import sum_in_gemms
 
 preload(__name__)
 CPU = torch.device("cpu")
@@ -135,41 +137,16 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class InGemm(torch.autograd.Function):
-    """As TE's linear layers with `fuse_wgrad_accumulation`: adds to a sum, and returns no gradient."""
-
-    @staticmethod
-    def forward(ctx, x, weight, fused):
-        ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.fused = weight, fused
-        ctx.overwrites = getattr(weight, "overwrite_main_grad", False)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        gradient = grad.float().T @ x.float()
-        if not ctx.fused:
-            return grad @ weight, gradient.to(weight.dtype), None
-        ctx.weight.main_grad = total = ctx.weight.get_main_grad()
-        if ctx.overwrites:
-            total.copy_(gradient)
-        else:
-            total += gradient
-        return grad @ weight, None, None
-
-
-class Adding(nn.Linear):
+class Adding(layers.Linear):
     def __init__(self):
-        super().__init__(16, 16, bias=False, dtype=torch.bfloat16)
-        self.fuse_wgrad_accumulation = True
+        super().__init__(16, 16, params_dtype=torch.bfloat16)
         self.norm = nn.Parameter(torch.ones(16, dtype=torch.bfloat16))
         self.fused, self.gathered = [], []
 
     def forward(self, x):
         self.fused.append(self.fuse_wgrad_accumulation)
         self.gathered = [self.weight]  # the parameter that FSDP2 has put there
-        return InGemm.apply(x * self.norm, self.weight, self.fuse_wgrad_accumulation)
+        return super().forward(x * self.norm)
 
 
 def sums_held(model):
@@ -228,6 +205,7 @@ def sums_of_gemms(rank: int, mode: str, dtype: str, recompute: bool) -> None:
 
 
 def sums_in_gemms_are_exchanged(rank: int, folder: Path) -> None:
+    sum_in_gemms(rank)
     for dtype, recompute in (("fp32", False), ("fp32", True), ("bf16", False)):
         sums_of_gemms(rank, "fsdp_full", dtype, recompute)
     sums_of_gemms(rank, "fsdp_grad", "fp32", True)
