@@ -168,6 +168,8 @@ def test_flags_win_over_a_file_and_its_values_are_as_written(tmp_path):
         file.write_text(f"wandb_run_name: {name}\nmax_steps: 1e3")
         cfg = parse("--config", str(file))
         assert (cfg.log.wandb_run_name, cfg.optim.max_steps) == (name, 1000)
+    with pytest.raises(UserError, match=r"^--seed -1: must be at least 0"):  # the file is not named
+        parse("--config", str(file), "--seed", "-1")
 
 
 @pytest.mark.parametrize(
@@ -190,13 +192,6 @@ def test_an_error_in_a_file_names_the_file(tmp_path, text, message):
         parse("--config", str(file))
     assert str(error.value).startswith(f"--config {file}: ") and message in str(error.value)
     assert error.value.exit_code == EXIT_BAD_SETTING
-
-
-def test_an_error_in_a_flag_does_not_name_the_file(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("seed: 1")
-    with pytest.raises(UserError, match=r"^--seed -1: must be at least 0"):
-        parse("--config", str(file), "--seed", "-1")
 
 
 def test_settings_json_gives_the_same_config(tmp_path):
