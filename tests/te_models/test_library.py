@@ -287,25 +287,29 @@ def test_sft_trainer_trains_as_with_transformers_layers(options, tmp_path):
     compare_sft(tmp_path, bf16=False, tolerance=1e-4, **options)
 
 
+def tuned(model, folder, *, resume=None, peft_config=None, **options) -> list[float]:
+    """Train by SFTTrainer and return the losses."""
+    trl = pytest.importorskip("trl")
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(**arguments(folder, **options)),
+        train_dataset=datasets.Dataset.from_list(TEXTS),
+        processing_class=load_tokenizer("demo", family="llama"),
+        peft_config=peft_config,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
 def compare_sft(tmp_path, *, tolerance: float, exact: str = "fp32", **options) -> None:
     """Train by SFTTrainer with transformers' layers, and with TE's in high precision and FP8."""
-    trl = pytest.importorskip("trl")
     # The demo tokenizer's vocabulary. transformers does not train the embedding of a padding token.
-    source, losses = hugging_face(vocab_size=2048, pad_token_id=None), []
-    initial = te_models.convert(source, recipe=exact), te_models.convert(source)
-    for model in (source, *initial):
-        settings = arguments(tmp_path / str(len(losses)), **options)
-        trainer = trl.SFTTrainer(
-            model=model,
-            args=trl.SFTConfig(**settings),
-            train_dataset=datasets.Dataset.from_list(TEXTS),
-            processing_class=load_tokenizer("demo", family="llama"),
-        )
-        trainer.train()
-        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    source = hugging_face(vocab_size=2048, pad_token_id=None)
+    models = source, te_models.convert(source, recipe=exact), te_models.convert(source)
+    losses = [tuned(model, tmp_path / str(number), **options) for number, model in enumerate(models)]
     assert losses[1] == pytest.approx(losses[0], rel=tolerance) and len(losses[0]) == STEPS
     assert losses[2] == pytest.approx(losses[0], rel=0.02) and losses[2] != losses[1]
-    assert model.coverage().fp8_modules == 3 * 2
+    assert models[2].coverage().fp8_modules == 3 * 2
 
 
 def test_accelerate_trains_and_resumes(tmp_path):
@@ -363,21 +367,13 @@ def train_peft(tmp_path) -> None:
 
 
 def test_sft_trainer_trains_and_resumes_pefts_adapters(tmp_path):
-    peft, trl = pytest.importorskip("peft"), pytest.importorskip("trl")
-    source, losses = hugging_face(vocab_size=2048, pad_token_id=None), []
+    peft, source, losses = pytest.importorskip("peft"), hugging_face(vocab_size=2048, pad_token_id=None), []
+    settings = {"bf16": False, "max_steps": 3, "save_strategy": "steps", "save_steps": 2}
     lora = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": [], "target_parameters": ["proj.weight"]}
     for resume in (None, str(tmp_path / "checkpoint-2")):
         model = te_models.convert(source, recipe="current")
-        settings = arguments(tmp_path, bf16=False, max_steps=3, save_strategy="steps", save_steps=2)
-        trainer = trl.SFTTrainer(
-            model=model,
-            args=trl.SFTConfig(**settings),
-            train_dataset=datasets.Dataset.from_list(TEXTS),
-            processing_class=load_tokenizer("demo", family="llama"),
-            peft_config=peft.LoraConfig(**lora),
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+        adapters = peft.LoraConfig(**lora)
+        losses.append(tuned(model, tmp_path, resume=resume, peft_config=adapters, **settings))
     assert losses[0] == losses[1] and model.coverage().fp8_modules == 3 * 2
 
 
