@@ -33,7 +33,7 @@ IDS = torch.randint(0, 8, (6, 2, 32), generator=torch.Generator().manual_seed(0)
 SOME = "q_proj,v_proj,layers.0.mlp.up_proj,layers.1.mlp"
 
 
-def train(model, loss_of, parameters, precision=BF16, dtype=torch.float32):
+def train(model, loss_of, parameters):
     """Return the losses of six steps of AdamW."""
     optimizer, losses = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.01), []
     for ids in IDS:
