@@ -9,7 +9,7 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.activations import between_stages
-from fp8_suite.training.estimate.layout import Layout, check_pipeline, pipeline_stages
+from fp8_suite.training.estimate.layout import Layout, check_pipeline
 from fp8_suite.training.estimate.setup import ModelSize, rank_setups
 from fp8_suite.training.parallel.pipeline import Pipeline
 from torch.distributed.pipelining import PipelineStage
@@ -27,7 +27,7 @@ TE = "--use_te --max_seq_length 128 --batch_size 1 --gradient_accumulation_steps
 FP8 = f"{TE} fp8 --max_steps 3 --fp8_scenario"
 EPOCH = f"{TE} bf16 --num_of_samples 20"  # its last step has one micro-batch
 UNCLIPPED = "--max_grad_norm 0"
-PP = "--pipeline_parallel_size 2"
+PP, HSDP = "--pipeline_parallel_size 2", "--sharding_mode hsdp --hsdp_shard_size 2"
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +85,7 @@ def test_pipelines_of_several_ranks_are_the_run_of_those_ranks_bit_for_bit(flags
     [
         (f"{FP8} delayed", "--pipeline_parallel_size 3", 3, 1e-3),
         (f"{TE} bf16 --max_steps 3", f"{PP} --gradient_accumulation_steps 2", 4, 1e-3),
-        (
-            f"{TE} bf16 --max_steps 3",
-            f"{PP} --gradient_accumulation_steps 2 --sharding_mode hsdp --hsdp_shard_size 2",
-            4,
-            1e-3,
-        ),
+        (f"{TE} bf16 --max_steps 3", f"{PP} --gradient_accumulation_steps 2 {HSDP}", 4, 1e-3),
         (f"{TE} fp16 --max_steps 3", PP, 2, 1e-3),
     ],
 )
@@ -178,15 +173,6 @@ def test_a_ramp_that_starts_with_too_few_micro_batches_is_named():
 def test_too_few_micro_batches_are_one_line_on_all_ranks(tmp_path):
     error = refused(start(tmp_path / "run", f"{TE} bf16 --gradient_accumulation_steps 1 {PP}"))
     assert "--gradient_accumulation_steps 2" in error
-
-
-@pytest.mark.parametrize(("pp", "virtual"), [(2, 1), (4, 1), (2, 3), (4, 2)])
-def test_stages_hold_each_layer_once_in_order(pp, virtual):
-    ranks = [pipeline_stages(Layout(pp=pp, virtual=virtual), 11, rank) for rank in range(pp)]
-    stages = [ranks[number % pp][number // pp] for number in range(pp * virtual)]
-    assert [layer for stage in stages for layer in stage] == list(range(11))
-    sizes = [len(stage) for stage in stages]
-    assert max(sizes) - min(sizes) == 1 and sizes[-1] == min(sizes)
 
 
 def print_tensors_between_stages(rank: int) -> None:
