@@ -22,7 +22,7 @@ preload(__name__)
 TE = "--use_te --max_steps 3 --mixed_precision"
 TP = "--tensor_parallel_size 2 --sharding_mode"
 FP8 = f"{TE} fp8 --fp8_scenario"
-HEAD = "--fp8_lm_head"
+HEAD, CP, PP = "--fp8_lm_head", "--context_parallel_size 2", "--pipeline_parallel_size 2"
 TIED, UNTIED, WIDE = "{tied}", "{untied}", "{wide}"
 
 
@@ -44,21 +44,11 @@ def run(once, models) -> Callable[..., Path]:
         (f"{TE} bf16 --no_packing --gradient_accumulation_steps 2", "ddp", 2, 1e-3),
         (f"{TE} bf16 --model_name tiny-qwen2 --recompute mlp", "fsdp_full", 2, 1e-3),
         (f"{TE} bf16 --model_name tiny-qwen3", "fsdp_grad --batch_size 1", 4, 1e-3),
-        (f"{TE} bf16 {UNTIED}", "ddp --context_parallel_size 2 --recompute cheap", 4, 1e-3),
-        (
-            f"{FP8} delayed {TIED} --no_packing --recompute mlp",
-            "fsdp_full --context_parallel_size 2",
-            4,
-            1e-2,
-        ),
+        (f"{TE} bf16 {UNTIED}", f"ddp {CP} --recompute cheap", 4, 1e-3),
+        (f"{FP8} delayed {TIED} --no_packing --recompute mlp", f"fsdp_full {CP}", 4, 1e-2),
         (f"{FP8} current {TIED} --no_packing --recompute full", "ddp --batch_size 1", 4, 2e-2),
         (f"{FP8} delayed {HEAD} {WIDE}", "fsdp_full --recompute layer", 2, 1e-2),
-        (
-            f"{FP8} delayed {HEAD} {TIED} --gradient_accumulation_steps 2",
-            "ddp --pipeline_parallel_size 2",
-            4,
-            1e-2,
-        ),
+        (f"{FP8} delayed {HEAD} {TIED} --gradient_accumulation_steps 2", f"ddp {PP}", 4, 1e-2),
         (f"{FP8} block --model_name tiny-qwen3", "hsdp --hsdp_shard_size 1 --batch_size 1", 4, 1e-2),
     ],
 )
@@ -117,11 +107,7 @@ def test_a_checkpoint_resumes_bit_for_bit_and_in_another_layout(run, models, tmp
     flags = f"{FP8} delayed {UNTIED} --moment_dtype fp8 --max_steps 4"
     layout = f"{TP} fsdp_full --batch_size 1"
     shared, whole = run(f"{flags} {layout}", ranks=4), run(flags)
-    layouts = {
-        "same": (shared, layout, 4),
-        "one": (shared, "", 1),
-        "shared": (whole, f"{TP} ddp", 2),
-    }
+    layouts = {"same": (shared, layout, 4), "one": (shared, "", 1), "shared": (whole, f"{TP} ddp", 2)}
     resume_in_layouts(tmp_path, flags.format(**models), layouts, 1e-2)
     same_scales(tmp_path / "one", shared, step=4, ratio=0.5)
 
