@@ -280,8 +280,6 @@ def test_a_finished_run_is_not_changed_by_its_command(copied, capsys):
         (f"{EIGHT_STEPS} --seed 7", ("--seed 42", "7")),
         (f"{EIGHT_STEPS} --resume none", ("--resume none",)),
         ("--max_steps 9 --batch_size 4", ("--batch_size 2", "4")),
-        ("--max_steps 9 --mixed_precision bf16", ("--mixed_precision fp32", "bf16")),
-        ("--max_steps 9 --num_of_samples 50", ("--num_of_samples 60", "50")),
         ("--max_steps 4 --resume {run}/checkpoints/step_000004", ("step 4", "another --output_dir")),
         ("--max_steps 0 --resume {run}/checkpoints/step_000004", ("step 4", "another --output_dir")),
     ],
