@@ -29,6 +29,7 @@ from tests.fp8_checkpoints import (
     smallest,
     write,
 )
+from tests.te_models.test_remote_code import change_config
 
 preload(__name__)
 CPU = torch.device("cpu")
@@ -254,9 +255,7 @@ def test_a_tensor_that_cannot_be_dequantized_is_named(name, tensor, message, tmp
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "mxfp4", None])
 def test_other_quantized_weights_are_refused_by_their_method(method, tmp_path):
     save_fp8(tmp_path, modelopt())
-    settings = json.loads((tmp_path / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": method, "bits": 4}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+    change_config(tmp_path, quantization_config={"quant_method": method, "bits": 4})
     with pytest.raises(UserError, match=f"its weights are quantized by {method}; give the original") as error:
         find(tmp_path)
     assert error.value.flags == {"model_name"}
@@ -265,8 +264,6 @@ def test_other_quantized_weights_are_refused_by_their_method(method, tmp_path):
 @pytest.mark.parametrize("size", [128, [0, 128], [128], ["a", "b"]])
 def test_a_wrong_block_size_is_refused(size, tmp_path):
     save_fp8(tmp_path, fine_grained())
-    settings = json.loads((tmp_path / "config.json").read_text())
-    settings["quantization_config"]["weight_block_size"] = size
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+    change_config(tmp_path, quantization_config=fine_grained() | {"weight_block_size": size})
     with pytest.raises(UserError, match=r"blocks have two positive sizes .*; give the original model$"):
         find(tmp_path)
