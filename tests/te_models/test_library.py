@@ -31,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallb
 
 from fp8_suite import te_models
 from tests.children import preload, run_ranks
+from tests.training.parallel.jobs import same_bits
 
 preload(__name__)
 
@@ -102,10 +103,6 @@ def weights(model) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in te_to_hf(decoder, list)}
 
 
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 class Losses(TrainerCallback):
     def __init__(self):
         self.values = []
@@ -147,7 +144,7 @@ def test_a_loop_of_ones_own_trains_as_the_suite(recipe):
         optimizer.step()
         optimizer.zero_grad()
     assert losses == pytest.approx(expected, rel=1e-6) and len(set(losses)) == STEPS
-    assert equal(weights(model), weights(reference))
+    assert same_bits(weights(model), weights(reference))
     covered = {row.precision for row in model.coverage().rows if "layer" in row.modules and row.gemm_share}
     assert covered == {recipe if recipe in ("fp32", "bf16") else f"fp8 {recipe}"}
 
@@ -247,7 +244,7 @@ def test_evaluation_leaves_the_scaling_state_as_it_is():
     before = {name: t.clone() for name, t in scaling_state(model.model.decoder).items()}
     with torch.no_grad():
         model.eval()(**{name: t.roll(1, 1) for name, t in inputs.items()})
-    assert before and equal(scaling_state(model.model.decoder), before)
+    assert before and same_bits(scaling_state(model.model.decoder), before)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -257,11 +254,11 @@ def test_what_is_saved_is_transformers_model_and_loads_here_again(tied, tmp_path
     model.save_pretrained(tmp_path)
     saved, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(saved) is type(source) and not info["missing_keys"] and not info["unexpected_keys"]
-    assert equal(saved.state_dict(), source.state_dict())
+    assert same_bits(saved.state_dict(), source.state_dict())
     again = te_models.from_pretrained(str(tmp_path), recipe="current")
-    assert equal(weights(again), weights(model))
+    assert same_bits(weights(again), weights(model))
     torch.testing.assert_close(again(**inputs).loss, model(**inputs).loss, rtol=0, atol=0)
-    assert equal(weights(te_models.convert(model, recipe="bf16")), weights(model))
+    assert same_bits(weights(te_models.convert(model, recipe="bf16")), weights(model))
     fp32, bf16 = (te_models.convert(hugging_face(), recipe=recipe) for recipe in ("fp32", "bf16"))
     assert not fp32.load_state_dict(bf16.state_dict()).missing_keys
 
@@ -279,7 +276,7 @@ def test_trainer_resumes_as_if_it_had_not_stopped(recipe, tmp_path):
     if recipe == "delayed":  # calibrates again
         assert losses == pytest.approx(expected[2:], rel=0.01)
     else:
-        assert losses == expected[2:] and equal(weights(model), weights(uninterrupted))
+        assert losses == expected[2:] and same_bits(weights(model), weights(uninterrupted))
 
 
 @pytest.mark.parametrize("options", [{}, {"packing": True, "max_length": 64}])
