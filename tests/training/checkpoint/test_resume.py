@@ -21,7 +21,7 @@ from fp8_suite.training.optim import optimizer
 from fp8_suite.training.outcome import report_failure
 
 from tests.training.test_run import curve as losses
-from tests.training.test_run import saved, train
+from tests.training.test_run import record, saved, train
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,6 @@ def four_steps(tmp_path_factory) -> Path:
 def folder(four_steps, tmp_path) -> Path:
     shutil.copytree(four_steps, tmp_path / "run")
     return tmp_path / "run"
-
-
-def index(folder: Path) -> dict:
-    return json.loads((folder / "checkpoints" / "index.json").read_text())
 
 
 def same_but_rng(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -57,7 +53,7 @@ def test_evaluating_an_earlier_step_neither_rolls_back_nor_loads_moments(folder,
     monkeypatch.setattr(optimizer, "state_of", lambda *arguments: allocated.append(arguments))
     (folder / "summary.json").unlink()
     train(folder, f"--max_steps 0 --resume {folder}/checkpoints/step_000002")
-    assert index(folder)["latest"] == "step_000004" and not allocated
+    assert record(folder, "checkpoints/index.json")["latest"] == "step_000004" and not allocated
 
 
 def test_a_resume_in_another_effective_recipe_is_refused():
@@ -142,14 +138,14 @@ def test_a_rollback_killed_before_its_first_save_is_resumed_from_there(folder, m
 def test_changed_evaluation_data_discards_earlier_losses_with_a_warning(folder, capsys):
     meta_path = folder / "checkpoints" / "step_000004" / "meta.json"
     assert json.loads(meta_path.read_text())["evaluation"]
-    best = index(folder)["best_eval_loss"]
+    best = record(folder, "checkpoints/index.json")["best_eval_loss"]
     train(folder, "--max_steps 6 --eval_samples 5 --save_interval 2", code=EXIT_BAD_SETTING)  # a setting
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loaders, "eval_fingerprint", "others")
         train(folder, "--max_steps 6 --save_interval 2 --eval_interval 2")
     assert "WARNING: the evaluation data has changed" in capsys.readouterr().out
-    assert index(folder)["eval_losses"].keys() == {"4", "6"} and best is not None
+    assert record(folder, "checkpoints/index.json")["eval_losses"].keys() == {"4", "6"} and best is not None
 
 
 def test_fewer_steps_than_already_done_is_refused_and_settings_are_kept(folder, capsys):
