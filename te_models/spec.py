@@ -42,6 +42,8 @@ class ModelSpec:
     trust_remote_code: bool = False
     quantization: dict[str, Any] | None = None  # quantization_config of FP8 weights; `config` lacks it
     dequantized: str | None = None  # number and form of FP8 tensors, for the run's records
+    dithers: bool = False  # FP8 weights with power-of-two scales start anywhere in their rounding intervals
+    has_power_of_two_scales: bool = False
 
     @property
     def short_name(self) -> str:
@@ -224,7 +226,7 @@ def _check_weights(spec: ModelSpec, *, use_te: bool) -> ModelSpec:
     source = SafetensorsSource(spec.weights, spec.quantization)
     if spec.quantization:
         dequantized = f"{len(source.fp8)} tensors ({spec.quantization['quant_method']})"
-        spec = replace(spec, dequantized=dequantized)
+        spec = replace(spec, dequantized=dequantized, has_power_of_two_scales=bool(source.power_of_two))
     has_both = {EMBEDDING, LM_HEAD} <= source.shapes().keys()
     if has_both and getattr(spec.config, "tie_word_embeddings", False):
         tied = torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))
@@ -318,7 +320,7 @@ def linear_sizes(spec: ModelSpec) -> dict[str, int]:
 def weight_source(spec: ModelSpec, *, seed: int, device: torch.device) -> WeightSource:
     """Return the spec's safetensors, FP8 dequantized on `device`, or seeded random weights."""
     if spec.weights is not None:
-        return SafetensorsSource(spec.weights, spec.quantization, device)
+        return SafetensorsSource(spec.weights, spec.quantization, device, seed if spec.dithers else None)
     return RandomSource(
         parameter_shapes(on_meta(spec)), seed=seed, std=spec.config.initializer_range, device=device
     )

@@ -121,6 +121,7 @@ class WeightSource(ABC):
 
     name = "random weights"
     fp8: Collection[str] = ()  # weights stored in FP8, which `rows` dequantizes to FP32
+    power_of_two: Collection[str] = ()  # those of them whose scales are powers of two
     _shapes: dict[str, torch.Size]
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -208,10 +209,17 @@ def unreadable(path: Path, error: Exception) -> UserError:
 class SafetensorsSource(WeightSource):
     """Tensors of a folder's `*.safetensors`; reads only the requested rows.
 
-    With a `quantization_config`, scales are hidden, and FP8 tensors multiplied by them in FP32 on `device`.
+    With a `quantization_config`, scales are hidden, and FP8 tensors multiplied by them in FP32 on `device`,
+    dithered with a `dither_seed` (`QuantizedReader`).
     """
 
-    def __init__(self, folder: Path, quantization: dict[str, Any] | None = None, device: Any = "cpu"):
+    def __init__(
+        self,
+        folder: Path,
+        quantization: dict[str, Any] | None = None,
+        device: Any = "cpu",
+        dither_seed: int | None = None,
+    ):
         self.name, self._slices, self._device = str(folder), {}, device
         if not (files := weight_files(folder)):
             raise bad_setting(
@@ -226,8 +234,9 @@ class SafetensorsSource(WeightSource):
             self._slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         hidden: Collection[str] = ()
         if quantization:
-            self._reader = QuantizedReader(self.name, self._slices, quantization)
+            self._reader = QuantizedReader(self.name, self._slices, quantization, dither_seed)
             self.fp8, hidden = self._reader.scales, self._reader.hidden
+            self.power_of_two = self._reader.power_of_two
         for key, part in self._slices.items():
             if not quantization and (dtype := part.get_dtype()) in QUANTIZED:
                 reason = f"{key} is {dtype}, and its config.json has no quantization_config"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from fp8_suite.core.readers import read_record
-from fp8_suite.core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
+from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape
@@ -84,6 +84,9 @@ def resolve(cfg: Config) -> Resolved:
     spec = _find_model(cfg)
     precision = precision_map.resolve_map(cfg, precision, spec.config.get_text_config())
     if spec.dequantized:
+        spec = replace(spec, dithers=spec.has_power_of_two_scales and _casts_weights_again(cfg, precision))
+        dithered = ", dithered" if spec.dithers else ""
+        spec = replace(spec, dequantized=spec.dequantized + dithered)
         print_rank0(f"dequantizes {spec.dequantized} of {spec.name}")
     if reason := precision.fallback_reason:
         rule = "!" * 100
@@ -96,6 +99,18 @@ def resolve(cfg: Config) -> Resolved:
         print_rank0(optim.MASTER_NONE_WARNING)
     weights_digests = digests(spec) if ranks.world_size() > 1 else {}
     return Resolved(precision, spec, shape, _flops_shape(cfg, spec, shape), weights_digests, communication)
+
+
+def _casts_weights_again(cfg: Config, precision: Precision) -> bool:
+    """True if trained weights are cast to E4M3 with power-of-two scales, in training or for the export.
+
+    Weights that start on such a grid would stay on it until they have moved by half a step: a smaller update
+    would change neither the forward pass nor the export.
+    """
+    recipes = [RECIPES[name] for name in precision.in_use if name in RECIPES]
+    casts = any(recipe.power_of_two_scales for recipe in recipes) and not cfg.precision.fp8_fp32_scales
+    trains = cfg.optim.max_steps != 0 and not cfg.lora.lora_rank
+    return trains and (casts or "fp8" in cfg.export_folders)
 
 
 def _find_model(cfg: Config) -> ModelSpec:

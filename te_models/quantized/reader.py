@@ -7,9 +7,11 @@ may be smaller. Its values are weight x scale, computed in FP32.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from fp8_suite.core.errors import UserError, bad_setting
 from torch import Tensor
 
@@ -46,7 +48,8 @@ def scale_grid(shape: Sequence[int], block: Block) -> list[int]:
 def dequantize(values: Tensor, scales: Tensor, block: Block, *, first_row: int = 0) -> Tensor:
     """Return FP8 values times scales in FP32, on the device of `values`.
 
-    `values` are rows first_row to first_row + n of a weight [rows, columns]; `scales` are all of its scales.
+    `values`, or FP32 values in their place, which are overwritten, are rows first_row to first_row + n of a
+    weight [rows, columns]; `scales` are all of its scales.
     """
     rows, columns = values.shape
     height, width = block[0] or first_row + rows, block[1] or columns
@@ -61,15 +64,40 @@ def dequantize(values: Tensor, scales: Tensor, block: Block, *, first_row: int =
     return product
 
 
+def rounding_intervals() -> Tensor:
+    """Return the ends of the values that round to each E4M3 code: [256, 2], FP32, by the code's byte.
+
+    Values strictly between them do so after rounding to BF16 too. Zeros, and 448 upwards, have no width.
+    """
+    magnitudes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # 0 to 448
+    middles = (magnitudes[:-1] + magnitudes[1:]) / 2
+    half_steps = torch.exp2(torch.floor(torch.log2(middles)) - 8)  # of BF16
+    low, high = magnitudes.clone(), magnitudes.clone()
+    low[1:], high[1:-1] = middles + half_steps, (middles - half_steps)[1:]
+    ends = torch.cat([torch.stack([low, high], 1), torch.full((1, 2), torch.nan)])
+    return torch.cat([ends, -ends])
+
+
+def dither(values: Tensor, noise: Tensor) -> Tensor:
+    """Return an FP32 value inside the rounding interval of each E4M3 value, by uniform bytes of `noise`."""
+    low, high = rounding_intervals().to(values.device).unbind(1)
+    codes = values.view(torch.uint8).int()
+    return torch.lerp(low[codes], high[codes], (noise.float() + 0.5) / 256)
+
+
 class QuantizedReader:
     """Reader of the FP8 tensors among `tensors`, slices of safetensors files by name, with their scales.
 
-    `name` identifies the model in errors. UserError for an FP8 tensor without scales, for scales of another
-    shape or that are not positive and finite, and for a tensor that is quantized in another way.
+    `name` identifies the model in errors. With a `dither_seed`, values whose scales are powers of two lie
+    anywhere in their rounding interval instead of in its middle. UserError for an FP8 tensor without scales,
+    for scales of another shape or that are not positive and finite, and for a tensor that is quantized in
+    another way.
     """
 
-    def __init__(self, name: str, tensors: Mapping[str, Any], fields: Mapping[str, Any]):
-        self._model, self._tensors = name, tensors
+    def __init__(
+        self, name: str, tensors: Mapping[str, Any], fields: Mapping[str, Any], dither_seed: int | None = None
+    ):
+        self._model, self._tensors, self._dither_seed = name, tensors, dither_seed
         try:
             block = block_of(fields)
             scale_grid((1, 1), block or TENSOR)
@@ -87,6 +115,8 @@ class QuantizedReader:
                 self.scales[key] = self._read_scales(key, names.get(key))
             elif key in names or dtype in OTHER_FORMS:
                 raise self._error(f"{key} is {dtype}, which is no known form of FP8 weights")
+
+        self.power_of_two = {k for k, (scales, _) in self.scales.items() if (scales.frexp()[0] == 0.5).all()}
 
     def _error(self, reason: str) -> UserError:
         return bad_setting(f"{reason}; give the original model", model_name=self._model)
@@ -114,4 +144,11 @@ class QuantizedReader:
         """Return rows start to stop of an FP8 tensor, dequantized on `device`."""
         scales, block = self.scales[key]
         values = self._tensors[key][start:stop].to(device, non_blocking=True)
+        if self._dither_seed is not None and key in self.power_of_two:
+            # The same noise in every sharding; the seed has 32 bits, as those of random weights.
+            seed = zlib.crc32(f"{self._dither_seed}/{key}".encode())
+            generator = torch.Generator(device).manual_seed(seed)
+            shape = self._tensors[key].get_shape()
+            noise = torch.randint(256, shape, dtype=torch.uint8, device=device, generator=generator)
+            values = dither(values, noise[start:stop])
         return dequantize(values, scales, block, first_row=start)

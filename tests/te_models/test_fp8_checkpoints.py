@@ -1,6 +1,7 @@
 """Models that start from FP8 weights: as transformers reads them to the last bit, or refused in one line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,29 @@ def test_masters_quantized_by_the_checkpoints_rule_are_its_bytes_again(trip, tmp
             assert torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8)), name
         for written, tensor in zip(write_again(master) if write_again else (), again.values(), strict=False):
             assert torch.equal(written.view(torch.uint8), tensor.view(torch.uint8)), key
+
+
+def test_dithered_masters_round_to_the_checkpoints_values(tmp_path):
+    """After rounding to BF16 too. They fill the rounding intervals, by the same noise in every shard."""
+    tensors = save_fp8(tmp_path, fine_grained(), scale=E8M0, rule=power_of_two)
+    source = weight_source(replace(find(tmp_path), dithers=True), seed=3, device=CPU)
+    middles = weight_source(find(tmp_path), seed=3, device=CPU)
+    assert len(source.fp8) == 21
+    for key in source.fp8:
+        master, middle = source.get(key), middles.get(key)
+        for weight in (master, master.bfloat16().float()):
+            values, _ = forms.quantize_blocks(weight)
+            assert torch.equal(values.float(), tensors[key].float()), key
+        moved = (master / middle - 1)[middle != 0]
+        assert moved.abs().max() > 0.06 and moved.abs().median() > 0.015 and abs(moved.median()) < 0.003
+        assert torch.equal(source.rows(key, 30, 77), master[30:77])
+
+
+def test_only_weights_with_power_of_two_scales_are_dithered(tmp_path):
+    save_fp8(tmp_path, fine_grained(), rule=smallest)
+    specs = (replace(find(tmp_path), dithers=dithers) for dithers in (True, False))
+    dithered, exact = (weight_source(spec, seed=3, device=CPU).get(Q_PROJ) for spec in specs)
+    assert torch.equal(dithered, exact)
 
 
 def adamw(model: torch.nn.Module) -> MasterAdamW:

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_suite.training.config import parse_config
+from fp8_suite.training.resolve import resolve
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.fp8_checkpoints import assert_exact_masters, fine_grained, save_fp8
+from tests.fp8_checkpoints import assert_exact_masters, fine_grained, power_of_two, save_fp8
 from tests.training.parallel.jobs import curve, record
 from tests.training.test_run import train as train_small
 
@@ -50,3 +52,37 @@ def test_masters_in_a_checkpoint_are_exact(layers, tmp_path):
     flags = flags.replace("--no_use_te", "--no_use_te --mixed_precision bf16")
     run = train(tmp_path / "run", tmp_path / "fp8", flags)
     assert_exact_masters(run, tmp_path / "fp8", use_te="--no_use_te" not in flags)
+
+
+FP8_EXPORT = "--export_dtype fp8"
+BLOCK = "--use_te --te_backend emulated --mixed_precision fp8 --fp8_scenario block"
+
+
+@pytest.mark.parametrize("layers", [BLOCK, "--no_use_te --mixed_precision bf16"], ids=["block", "bf16"])
+def test_small_updates_of_fp8_weights_reach_the_fp8_export(layers, tmp_path):
+    """A step of 1e-5 moves no weight from the middle of its rounding interval to the next one."""
+    tensors = save_fp8(tmp_path / "fp8", fine_grained(), rule=power_of_two)
+    for rate, moves in (("1e-300", False), ("1e-5", True)):
+        run = train(tmp_path / rate, tmp_path / "fp8", f"{layers} {FP8_EXPORT} --learning_rate {rate}")
+        exported = load_file(run / "export_fp8" / "model.safetensors")
+        names = [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]
+        values = [(tensors[name].float(), exported[name].float()) for name in names]
+        shares = [(before != after).float().mean() for before, after in values]
+        assert len(shares) == 21 and all(0.001 < share < 0.1 if moves else share == 0 for share in shares)
+
+
+@pytest.mark.parametrize(
+    ("flags", "dithered"),
+    [
+        (BLOCK, True),
+        (f"{BLOCK} --fp8_fp32_scales", False),
+        (LAYERS[0], False),
+        (f"{LAYERS[0]} {FP8_EXPORT}", True),
+        (f"{BLOCK} --lora_rank 4", False),
+        (f"{BLOCK} --max_steps 0 --eval_samples 10", False),
+    ],
+)
+def test_fp8_weights_are_dithered_where_they_are_trained_and_cast_again(flags, dithered, tmp_path):
+    save_fp8(tmp_path / "fp8", fine_grained(), rule=power_of_two)
+    flags = f"--model_name {tmp_path}/fp8 --tokenizer_name demo {flags}".split()
+    assert resolve(parse_config(flags, prog="test", description="test")).model.dithers == dithered
