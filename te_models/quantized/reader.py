@@ -80,7 +80,7 @@ def rounding_intervals() -> Tensor:
 
 def dither(values: Tensor, noise: Tensor) -> Tensor:
     """Return an FP32 value inside the rounding interval of each E4M3 value, by uniform bytes of `noise`."""
-    low, high = rounding_intervals().to(values.device).unbind(1)
+    low, high = rounding_intervals().to(values.device, non_blocking=True).unbind(1)
     codes = values.view(torch.uint8).int()
     return torch.lerp(low[codes], high[codes], (noise.float() + 0.5) / 256)
 

@@ -1,18 +1,28 @@
 """Starts from FP8 weights on a GPU: dequantized as on a CPU, and exact in the masters of every optimizer."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from fp8_suite.te_models.build import build_model, export_tensors
 from fp8_suite.te_models.options import BuildOptions
-from fp8_suite.te_models.spec import find_model, weight_source
+from fp8_suite.te_models.quantized import forms
+from fp8_suite.te_models.spec import ModelSpec, find_model, weight_source
 from fp8_suite.te_models.weights import fill_named, load_te
 
-from tests.fp8_checkpoints import assert_exact_masters, compressed, fine_grained, modelopt, save_fp8
+from tests.fp8_checkpoints import (
+    assert_exact_masters,
+    compressed,
+    fine_grained,
+    modelopt,
+    power_of_two,
+    save_fp8,
+)
 from tests.gpu.models import DEVICE
 from tests.gpu.test_run import SMALL, losses, train
+from tests.training.parallel.jobs import curve
 
 pytestmark = pytest.mark.gpu
 E8M0 = torch.float8_e8m0fnu
@@ -24,9 +34,12 @@ FORMS = {
 }
 
 
-def build(folder: Path, backend: str | None, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+def find(folder: Path, backend: str | None = None, **changes) -> ModelSpec:
+    return replace(find_model(str(folder), init="auto", use_te=backend is not None), **changes)
+
+
+def build(spec: ModelSpec, backend: str | None, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
     options = {"dtype": dtype, "device": device, "packed": True, "max_positions": 256}
-    spec = find_model(str(folder), init="auto", use_te=backend is not None)
     return build_model(spec, BuildOptions(te_backend=backend, **options))
 
 
@@ -35,11 +48,9 @@ def build(folder: Path, backend: str | None, device: torch.device, dtype: torch.
 def test_weights_are_those_of_a_cpu(form, backend, tmp_path):
     fields, scale = FORMS[form]
     save_fp8(tmp_path, fields, model="tiny-qwen3", scale=scale, files=2)
-    source = weight_source(
-        find_model(str(tmp_path), init="auto", use_te=False), seed=0, device=torch.device("cpu")
-    )
+    source = weight_source(find(tmp_path), seed=0, device=torch.device("cpu"))
     for dtype in (torch.float32, torch.bfloat16):
-        tensors = dict(export_tensors(build(tmp_path, backend, DEVICE, dtype)))
+        tensors = dict(export_tensors(build(find(tmp_path, backend), backend, DEVICE, dtype)))
         assert tensors.keys() == source.shapes().keys()
         assert all(torch.equal(t.cpu(), source.get(name).to(dtype)) for name, t in tensors.items())
 
@@ -69,11 +80,29 @@ def test_masters_of_a_run_are_exact(flags, tmp_path):
     assert losses(tmp_path / "trained")[12] < losses(tmp_path / "trained")[1]
 
 
+def test_dithered_weights_round_to_the_checkpoints_values(tmp_path):
+    tensors = save_fp8(tmp_path, fine_grained(), scale=E8M0, rule=power_of_two)
+    source = weight_source(find(tmp_path, dithers=True), seed=0, device=DEVICE)
+    for key in source.fp8:
+        values, _ = forms.quantize_blocks(source.get(key).bfloat16().float())
+        assert torch.equal(values.cpu().float(), tensors[key].float()), key
+
+
+def test_a_run_from_dithered_weights_starts_with_the_checkpoints_loss(tmp_path):
+    save_fp8(tmp_path / "model", fine_grained(), rule=power_of_two)
+    flags = f"{SMALL} --model_name {tmp_path}/model --tokenizer_name demo --no_export --no_save_checkpoints"
+    flags = f"{flags} --mixed_precision fp8 --fp8_scenario block --eval_at_start --eval_split test"
+    assert "dithered" in train(tmp_path / "run", f"{flags} --max_steps 1")
+    assert "dithered" not in train(tmp_path / "exact", f"{flags} --max_steps 0")
+    start, exact = (curve(tmp_path / name, "eval/loss")[0] for name in ("run", "exact"))
+    assert start == pytest.approx(exact, rel=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["native", None], ids=["te", "hf"])
 def test_loading_does_not_wait_for_the_gpu(backend, tmp_path):
-    save_fp8(tmp_path, fine_grained(), scale=torch.bfloat16)
-    spec = find_model(str(tmp_path), init="auto", use_te=backend is not None)
-    model = build(tmp_path, backend, DEVICE, torch.bfloat16)
+    save_fp8(tmp_path, fine_grained(), scale=E8M0, rule=power_of_two)
+    spec = find(tmp_path, backend, dithers=True)
+    model = build(spec, backend, DEVICE, torch.bfloat16)
     expected = {name: tensor.clone() for name, tensor in export_tensors(model)}
     source, parameters = weight_source(spec, seed=0, device=DEVICE), list(model.parameters())
     assert all(tensor.is_cuda for tensor in (*parameters, *model.buffers()))
