@@ -202,6 +202,17 @@ def test_losses_of_five_thousand_steps_are_those_of_the_record():
     assert len(ends) == len(runs)
 
 
+def test_losses_from_fp8_checkpoints_are_those_of_the_record():
+    runs = {run.name: run for run in runs_of("fp8-starts")}
+    for row in find("studies.md", "Fine-tuning FP8 checkpoints").rows:
+        start = row.pop("weights").removeprefix("FP8, ").replace("BF16", "bf16-weights")
+        names = [f"{start}-{row['trained in'].lower()}-seed{seed}" for seed in (42, 43, 44)]
+        curves = [dict(runs[name].series("eval/loss")) for name in names]
+        for steps in (20, 40, 100):
+            assert shows(row[f"{steps} steps"], fmean(curve[steps] for curve in curves)), row
+        assert shows(row["FP8 export"], fmean(runs[name].value("export_loss_fp8") for name in names))
+
+
 def test_the_example_of_a_comparison_is_that_of_the_record():
     runs = {run.name: run for run in runs_of("h200-compare/1b")}
     for row in find("compare.md", "An example").rows:
