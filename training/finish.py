@@ -66,7 +66,7 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
         if strategy.topology.pp > 1:
             tensors = tensors_of_all_stages(tensors, strategy.topology, strategy.device)
         if adapters:
-            tensors = _merged(prepared, tensors, adapters)
+            tensors = _merged(prepared, tensors, adapters, fp8=dtype == "fp8")
         folder = ranks.iterate_on_rank0(tensors, partial(_write, prepared, name=name, quantizer=quantizer))
         print_rank0(f"exported to {folder}")
         if quantizer:
@@ -111,16 +111,18 @@ def _write(prepared: PreparedRun, tensors: NamedTensors, name: str, quantizer: Q
     return folder
 
 
-def _merged(prepared: PreparedRun, tensors: NamedTensors, adapters: Adapters) -> NamedTensors:
-    """Return the model's tensors with merged adapters, for rank 0.
+def _merged(prepared: PreparedRun, tensors: NamedTensors, adapters: Adapters, *, fp8: bool) -> NamedTensors:
+    """Return the model's tensors with merged adapters, for rank 0 and an `fp8` export or one in BF16.
 
-    Frozen FP8 weights are rounded; in their place are those that they were quantized from, read again.
+    Frozen FP8 weights are rounded; in their place are those that they were quantized from, read again. So are
+    weights that are on the grid of the FP8 export, dithered: else most products would be rounded away.
     """
-    if prepared.cfg.precision.fp8_weights:
+    spec = prepared.resolved.model
+    spec = replace(spec, dithers=fp8 and spec.has_power_of_two_scales)
+    if prepared.cfg.precision.fp8_weights or spec.dithers:
         if prepared.strategy.topology.rank != 0:  # reading files is no collective
             return iter(())
-        device = prepared.strategy.device
-        tensors = base_tensors(prepared.resolved.model, seed=prepared.cfg.optim.seed, device=device)
+        tensors = base_tensors(spec, seed=prepared.cfg.optim.seed, device=prepared.strategy.device)
     return merged(tensors, adapters, prepared.cfg.lora.scaling)
 
 

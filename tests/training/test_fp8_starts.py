@@ -58,11 +58,18 @@ FP8_EXPORT = "--export_dtype fp8"
 BLOCK = "--use_te --te_backend emulated --mixed_precision fp8 --fp8_scenario block"
 
 
-@pytest.mark.parametrize("layers", [BLOCK, "--no_use_te --mixed_precision bf16"], ids=["block", "bf16"])
-def test_small_updates_of_fp8_weights_reach_the_fp8_export(layers, tmp_path):
-    """A step of 1e-5 moves no weight from the middle of its rounding interval to the next one."""
+BF16 = "--no_use_te --mixed_precision bf16"
+
+
+@pytest.mark.parametrize(
+    ("layers", "learning_rate"),
+    [(BLOCK, "1e-5"), (BF16, "1e-5"), (f"{BF16} --lora_rank 4", "1e-4")],
+    ids=["block", "bf16", "lora"],
+)
+def test_small_updates_of_fp8_weights_reach_the_fp8_export(layers, learning_rate, tmp_path):
+    """Steps this small move no weight from the middle of its rounding interval to the next one."""
     tensors = save_fp8(tmp_path / "fp8", fine_grained(), rule=power_of_two)
-    for rate, moves in (("1e-300", False), ("1e-5", True)):
+    for rate, moves in (("1e-300", False), (learning_rate, True)):
         run = train(tmp_path / rate, tmp_path / "fp8", f"{layers} {FP8_EXPORT} --learning_rate {rate}")
         exported = load_file(run / "export_fp8" / "model.safetensors")
         names = [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]
