@@ -10,8 +10,18 @@ from fp8_suite.core.packages import ROOT
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate import memory
 from fp8_suite.training.estimate.activations import layer_activations
+from fp8_suite.training.estimate.transfers import exchange
 
 from tests.training.estimate.setups import FUSED, OFFLOADED, ZERO, setup_of
+
+
+@pytest.mark.parametrize(("offloads", "gradients"), [(False, 1.05), (True, 14.95)])
+def test_with_offloaded_activations_memory_peaks_at_the_end_of_backward(offloads, gradients):
+    """Llama 3.1 8B: BF16 gradients of the head, 1.05 GB, and of all layers, 13.9 GB."""
+    flags = {"recompute": "full", "offload_activations": offloads, "use_te": True, "max_seq_length": 262144}
+    parts = memory.peak(setup_of(batch_size=1, **flags))
+    total = parts["gradients"] + parts["logits and head gradient"]
+    assert total / 1e9 == pytest.approx(gradients, abs=0.05)
 
 
 # 4 GB per rank of the node's 100 GB, or a quarter.
@@ -61,10 +71,33 @@ def test_a_reduction_has_a_send_buffer_and_a_shard_after_its_activations(
     assert buffers == 2 * model.block_weights + bytes_per_gradient * model.block_weights - kept
 
 
+def test_hsdp_over_one_group_sends_as_much_as_fsdp():
+    one_group = {"sharding_mode": "hsdp", "hsdp_shard_size": 8}
+    assert (
+        exchange(setup_of(8.0, "hsdp", 8, **one_group)).within
+        == exchange(setup_of(8.0, "fsdp_full", 8)).within
+    )
+
+
+def test_inputs_of_hsdps_all_reduce_live_until_backward_ends():
+    setups = (setup_of(8.0, "hsdp", 8, grad_reduce_dtype=dtype, **HSDP) for dtype in ("fp32", "bf16"))
+    fp32, bf16 = (memory.end_of_backward(setup)["gathered, communication"] for setup in setups)
+    model = setup_of(8.0).model
+    others = model.parameters - model.root_weights - model.block_weights
+    assert fp32 - bf16 == 4 / 4 * others
+
+
 @pytest.mark.parametrize("mode", ["ds_zero1", "ds_zero2"])
 def test_deepspeed_allocates_its_buckets_when_backward_begins(mode):
     parts = memory.start_of_backward(setup_of(8.0, mode, 8, optimizer=ZERO))
     assert parts["gathered, communication"] == memory.ZERO_BUCKETS
+
+
+@pytest.mark.parametrize(("dtype", "received"), [("fp32", 2), ("bf16", 2 / 8)])
+def test_the_roots_gradients_are_received_whole_or_as_a_shard(dtype, received):
+    setup = setup_of(8.0, "fsdp_full", 8, grad_reduce_dtype=dtype)
+    buffers = memory.after_backward(setup)["gathered, communication"]
+    assert buffers == (2 + 4 + received) * setup.model.root_weights
 
 
 def test_deepspeed_keeps_gradients_in_fp32_on_the_host_if_several_add_up():
