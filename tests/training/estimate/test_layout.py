@@ -7,10 +7,14 @@ from fp8_suite.training.estimate import memory
 from fp8_suite.training.estimate.activations import backward_buffers, layer_activations
 from fp8_suite.training.estimate.layout import Layout, check_layout, stage_layers
 from fp8_suite.training.estimate.setup import TrainingSetup, rank_setups
+from fp8_suite.training.estimate.step_time import step_seconds
 from fp8_suite.training.estimate.transfers import (
     EXPOSED,
     LINK_SHARE,
     context_seconds,
+    exchange,
+    pipeline_seconds,
+    tensor_seconds,
 )
 
 from tests.training.estimate.setups import SHAPES, setup_of
@@ -70,6 +74,26 @@ def test_micro_batches_in_flight_and_the_bubble(layout, micro_batches, first, la
     assert layout.bubble(micro_batches) == bubble
 
 
+def test_activations_per_rank():
+    """Per layer: five hidden widths, q, k, v, attention, and three feed-forward widths, in BF16."""
+    whole = 8192 * 2 * (4 * 8192 + 2 * 8192 + 2 * 1024 + 3 * 28_672)
+    assert layer_activations(split(Layout())) == whole
+    (rank,) = rank_setups(split(Layout(tp=8, cp=2)))
+    assert layer_activations(rank) == whole / 16
+    parts = memory.at_loss(rank_setups(split(Layout(pp=4)))[0])
+    assert parts["activations"] == 4 * 20 * whole
+
+
+def test_tensor_parallelism_waits_for_its_transfers():
+    (rank,) = rank_setups(split(Layout(tp=8)))
+    # Six transfers of 8,192 tokens block, four overlap; the head has half as many.
+    moved = (80 + 0.5) * (6 + 4 * EXPOSED) * 8192 * TOKEN * 7 / 8
+    assert tensor_seconds(rank, H100) == pytest.approx(moved / LINK)
+    (fp8,) = rank_setups(split(Layout(tp=8), mixed_precision="fp8"))
+    assert 0.6 < tensor_seconds(fp8, H100) / tensor_seconds(rank, H100) < 0.75
+    assert tensor_seconds(split(Layout()), H100) == 0
+
+
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a", "auto"])
 def test_context_parallelism_hides_only_a_ring_behind_attention(kind):
     pairs = 2 * 2 * 1024 * 4096 * 80  # bytes of keys and values of 4,096 tokens
@@ -95,6 +119,18 @@ def test_gathered_keys_need_memory_in_backward():
     assert backward_buffers(many) == 2 * 2**20 * 4 * 1024
 
 
+def test_a_pipeline_sends_to_other_nodes_and_idles():
+    setup = split(Layout(tp=8, pp=4, virtual=5))
+    first = rank_setups(setup)[0]
+    sent = 5 * 2 * 8192 * TOKEN / 8
+    assert pipeline_seconds(first, H100, NETWORK) == pytest.approx(EXPOSED * sent / NETWORK)
+    parts = step_seconds(setup, H100)
+    busy = ("linear layers", "attention", "LM head", "norms, SwiGLU, adds", "tensor parallelism")
+    total = sum(parts[name] for name in (*busy, "pipeline transfers"))
+    assert parts["pipeline bubble"] == pytest.approx(total * 3 / (5 * 16))
+    assert parts["LM head"] > 0, "the last stage has as many layers as others, and the head"
+
+
 @pytest.mark.parametrize(
     ("layout", "flag"),
     [
@@ -110,6 +146,21 @@ def test_sizes_that_do_not_divide_are_refused(layout, flag):
     with pytest.raises(UserError) as error:
         check_layout(layout, SHAPES[70.0], 8, 8192)
     assert error.value.flags == {flag}
+
+
+def test_one_rank_of_fsdp_copies_its_weights_to_gather_them():
+    one, two = (rank_setups(split(Layout(tp=8, pp=8), gpus, "fsdp_full"))[0] for gpus in (64, 128))
+    model = one.model
+    assert two.model == model
+    # Forward and backward of 16 micro-batches copy BF16 weights. FP32 sums are copied twice and cast.
+    assert exchange(one).copied == (16 * 2 * 4 + 22) * model.parameters
+    assert exchange(one)[:2] == (0, 0)
+    # No buffer of the last gather is left at the loss; in backward, neither the next block nor buffers.
+    gathered = memory.at_loss(one)["gathered, communication"]
+    assert gathered == 2 * model.root_weights
+    assert memory.at_loss(two)["gathered, communication"] == gathered + 2 * model.block_weights
+    in_backward = memory.start_of_backward(one)["gathered, communication"]
+    assert in_backward == gathered + 2 * model.block_weights
 
 
 def test_gathered_activations_of_fp8_have_one_layout():
