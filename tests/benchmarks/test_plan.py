@@ -132,6 +132,23 @@ def test_a_memory_limit_is_a_smaller_gpu():
     assert limited.sizing.gpu.memory_gb == 60 and not limited.fits
 
 
+@pytest.mark.parametrize(
+    ("settings", "traffic"),
+    [
+        ({"moment_dtype": "bf16"}, 18),
+        ({"moment_dtype": "fp8"}, 14 + 4 / 64),
+        ({"master_weights": "none"}, 22),
+    ],
+)
+def test_optimizer_traffic(settings, traffic):
+    assert adam_bytes(plan_of(**settings).setup) == traffic
+
+
+def test_attention_of_cudnn_has_its_own_rate():
+    flash, cudnn = (plan_of(flash_attention=on).seconds["attention"] for on in (True, False))
+    assert [flash, cudnn] == pytest.approx([0.1233, 0.1430], rel=0.01)  # of the 8B's 52.8 TFLOP
+
+
 def test_weights_gathered_in_fp8_are_quantized_by_the_optimizer():
     suite, fp8 = (plan_of(gpus=8, **(GATHERED_IN_FP8 | {"fp8_all_gather": on})) for on in (False, True))
     assert adam_bytes(fp8.setup) - adam_bytes(suite.setup) == pytest.approx(5 * 32 * BLOCK / N8)
