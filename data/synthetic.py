@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import islice
 
 from datasets import Dataset
+from fp8_suite.core.errors import bad_setting
 from fp8_suite.data.chat import Encoder
 from fp8_suite.data.demo import read_demo
 from fp8_suite.data.reading.sources import Source, choose_split, source_of_rows
@@ -21,13 +22,14 @@ MAX_TOKENS = 2**25  # per epoch, unless one step has more
 def with_rows(cfg: DataConfig, sequences: int = 1, steps: int | None = None) -> DataConfig:
     """Return settings whose synthetic rows fill `steps` of `sequences`; other data sets keep theirs.
 
-    Beyond MAX_TOKENS or --num_of_samples, later steps repeat the rows. They are made in memory, not streamed.
+    --num_of_samples sets another number. Later steps repeat the rows, as do those beyond MAX_TOKENS. Rows are
+    made in memory, not streamed.
     """
     if cfg.dataset_name != NAME:
         return cfg
     most = max(1, MAX_TOKENS // (sequences * cfg.max_seq_length))
     rows = sequences * min(steps or most, most)  # whole steps: an epoch ends with a full one
-    return replace(cfg, num_of_samples=min(rows, cfg.num_of_samples or rows), streaming=False)
+    return replace(cfg, num_of_samples=cfg.num_of_samples or rows, streaming=False)
 
 
 def open_synthetic(cfg: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase) -> Source:
@@ -51,6 +53,9 @@ def random_words(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset
     words = [f" {word}" for word in re.findall(r"[A-Za-z]+", text)]
     # With words of one token, the number of words follows from the number of tokens.
     lengths = {word: length(word) for word in set(words) if length(word + word) == length(word) + 1}
+    if not lengths:
+        reason = "has no word of one token to make synthetic rows of; give another, such as demo"
+        raise bad_setting(reason, tokenizer_name=tokenizer.name_or_path)
     alone = min(lengths.values())  # a first word may have one more token
     words, draw = [word for word in words if lengths.get(word) == alone], random.Random(0)
     num_words = cfg.max_seq_length - alone + 1

@@ -81,7 +81,7 @@ def build_hf(spec: ModelSpec, options: BuildOptions) -> HFCausalLM:
         fill_named(base, source, options.split_master)
     elif spec.weights:
         # A model that is loaded whole stays on the CPU until it is sharded.
-        inner = _from_files(spec, options.dtype).to("cpu" if options.shard else options.device)
+        inner = _from_files(spec, options).to("cpu" if options.shard else options.device)
         model = _wrap(inner, spec, options)
     else:
         model = _wrap(_from_seed(spec, options), spec, options)
@@ -135,18 +135,18 @@ def _from_seed(spec: ModelSpec, options: BuildOptions) -> nn.Module:
     return model
 
 
-def _from_files(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
+def _from_files(spec: ModelSpec, options: BuildOptions) -> nn.Module:
     """Load a model with transformers; raise UserError if files are unreadable or weights are missing."""
     kind = auto_class(spec.config, trust_remote_code=spec.trust_remote_code)
     weights: dict[str, Any] = {"pretrained_model_name_or_path": spec.weights}
     if spec.quantization:
-        kind, source = type(on_meta(spec)), weight_source(spec, seed=0, device=torch.device("cpu"))
-        tensors = {name: source.get(name).to(dtype) for name in source.shapes()}
+        kind, source = type(on_meta(spec)), weight_source(spec, seed=options.seed, device=options.device)
+        tensors = {name: source.get(name).to("cpu", options.dtype) for name in source.shapes()}
         weights = {"pretrained_model_name_or_path": None, "config": spec.config, "state_dict": tensors}
     try:
         model, info = kind.from_pretrained(
             **weights,
-            dtype=dtype,
+            dtype=options.dtype,
             trust_remote_code=spec.trust_remote_code,
             output_loading_info=True,  # mismatches are reported below in one line
             ignore_mismatched_sizes=True,

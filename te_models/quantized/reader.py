@@ -88,10 +88,10 @@ def dither(values: Tensor, noise: Tensor) -> Tensor:
 class QuantizedReader:
     """Reader of the FP8 tensors among `tensors`, slices of safetensors files by name, with their scales.
 
-    `name` identifies the model in errors. With a `dither_seed`, values whose scales are powers of two lie
-    anywhere in their rounding interval instead of in its middle. UserError for an FP8 tensor without scales,
-    for scales of another shape or that are not positive and finite, and for a tensor that is quantized in
-    another way.
+    `name` identifies the model in errors. With a `dither_seed`, values whose scales, of blocks or rows, are
+    powers of two lie anywhere in their rounding interval instead of in its middle. UserError for an FP8
+    tensor without scales, for scales of another shape or that are not positive and finite, and for a tensor
+    that is quantized in another way.
     """
 
     def __init__(
@@ -116,7 +116,11 @@ class QuantizedReader:
             elif key in names or dtype in OTHER_FORMS:
                 raise self._error(f"{key} is {dtype}, which is no known form of FP8 weights")
 
-        self.power_of_two = {k for k, (scales, _) in self.scales.items() if (scales.frexp()[0] == 0.5).all()}
+        self.power_of_two = {
+            key
+            for key, (scales, block) in self.scales.items()
+            if block != TENSOR and (scales.frexp()[0] == 0.5).all()
+        }
 
     def _error(self, reason: str) -> UserError:
         return bad_setting(f"{reason}; give the original model", model_name=self._model)

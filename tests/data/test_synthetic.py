@@ -1,6 +1,7 @@
 """Synthetic text: its rows fill sequences whatever the tokenizer, and are those of recorded speeds."""
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 from fp8_suite.core.errors import UserError
@@ -46,6 +47,7 @@ def test_an_epoch_has_the_sequences_of_a_run_up_to_a_limit():
     rows = {steps: with_rows(cfg, 6, steps).num_of_samples for steps in (1, 4, 1000, None)}
     assert rows == {1: 6, 4: 24, 1000: 30, None: 30}
     assert with_rows(cfg, 64, 4).num_of_samples == 64, "a step is whole"
+    assert with_rows(replace(cfg, num_of_samples=7), 6, 4).num_of_samples == 7
     assert with_rows(DataConfig(), 6, 4) == DataConfig()
 
 
