@@ -163,7 +163,7 @@ def test_a_model_without_known_heads_is_not_compiled_ahead(monkeypatch, tmp_path
     ("command", "error"),
     [
         ("train_fp8.py --lora_rank 4 --lora_targets nothing", "--lora_targets nothing:"),
-        ("-m benchmarks.evaluate README.md --dataset_name demo", "--model_name README.md:"),
+        ("-m benchmarks.evaluate README.md --dataset_name demo", "README.md:"),
     ],
 )
 def test_an_error_after_the_imports_is_one_line_too(command, error):
