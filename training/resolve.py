@@ -86,8 +86,8 @@ def resolve(cfg: Config) -> Resolved:
     if spec.dequantized:
         spec = replace(spec, dithers=spec.has_power_of_two_scales and _casts_weights_again(cfg, precision))
         dithered = ", dithered" if spec.dithers else ""
+        print_rank0(f"dequantizes {spec.dequantized} of {spec.name}{dithered}")
         spec = replace(spec, dequantized=spec.dequantized + dithered)
-        print_rank0(f"dequantizes {spec.dequantized} of {spec.name}")
     if reason := precision.fallback_reason:
         rule = "!" * 100
         print_rank0(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {FALLBACK_RECIPE} scaling\n{rule}")
