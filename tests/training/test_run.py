@@ -166,14 +166,16 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(finished, tmp_pat
 
 
 def test_synthetic_text_fills_one_epoch_of_full_sequences_and_resumes(tmp_path):
-    flags = "--dataset_name synthetic --gradient_accumulation_steps 2 --max_steps 6 --save_interval 3"
+    flags = "--dataset_name synthetic --num_of_samples 24 --gradient_accumulation_steps 2 --save_interval 3"
+    flags += " --max_steps 6"
     whole = train(tmp_path / "whole", flags)
     data = record(whole, "env.json")["data"]
     assert (data["train"]["rows"], data["train"]["tokens"]) == (24, 24 * 128)
     assert data["train"]["sequences"] == 24 and data["eval"]["rows"] == 2
     assert curve(whole, "train/epoch")[6] == 1
-    resumed = train(tmp_path / "resumed", f"{flags} --resume {whole}/checkpoints/step_000003")
-    assert curve(resumed) == rest(whole, 3)
+    flags += f" --resume {whole}/checkpoints/step_000003"
+    assert curve(train(tmp_path / "resumed", flags)) == rest(whole, 3)
+    assert max(curve(train(tmp_path / "longer", f"{flags} --max_steps 8"))) == 8
 
 
 def test_a_run_whose_batch_grows_resumes_bit_by_bit_at_any_step(small, tmp_path, monkeypatch):
