@@ -149,6 +149,12 @@ class WeightSource(ABC):
                 raise other_shape(self.name, key, available[key], shape)
 
 
+def _generator(seed: int, key: str, device: Any) -> torch.Generator:
+    """Return a generator for a tensor, which depends only on the seed, its name and the device type."""
+    # The seed has 32 bits, because torch's CPU generator ignores the upper half of 64.
+    return torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{key}".encode()))
+
+
 class RandomSource(WeightSource):
     """Seeded random weights; each tensor depends only on the seed, its name and the device type.
 
@@ -165,8 +171,7 @@ class RandomSource(WeightSource):
         if len(shape) < 2:
             fill = torch.zeros if key.endswith("bias") else torch.ones
             return fill(stop - start, device=self._device)
-        # The seed has 32 bits, because torch's CPU generator ignores the upper half of 64.
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed}/{key}".encode()))
+        generator = _generator(self._seed, key, self._device)
         weight = torch.empty(shape, device=self._device).normal_(0.0, self._std, generator=generator)
         return weight[start:stop].bfloat16()
 
@@ -209,8 +214,8 @@ def unreadable(path: Path, error: Exception) -> UserError:
 class SafetensorsSource(WeightSource):
     """Tensors of a folder's `*.safetensors`; reads only the requested rows.
 
-    With a `quantization_config`, scales are hidden, and FP8 tensors multiplied by them in FP32 on `device`,
-    dithered with a `dither_seed` (`QuantizedReader`).
+    With a `quantization_config`, scales are hidden, and FP8 tensors multiplied by them in FP32 on `device`.
+    With a `dither_seed`, those of `power_of_two` lie anywhere in their rounding intervals, not in the middle.
     """
 
     def __init__(
@@ -220,7 +225,8 @@ class SafetensorsSource(WeightSource):
         device: Any = "cpu",
         dither_seed: int | None = None,
     ):
-        self.name, self._slices, self._device = str(folder), {}, device
+        self.name, self._slices = str(folder), {}
+        self._device, self._dither_seed = device, dither_seed
         if not (files := weight_files(folder)):
             raise bad_setting(
                 f"no {SINGLE} or {INDEX} there; give a folder with safetensors weights, or --init random",
@@ -234,7 +240,7 @@ class SafetensorsSource(WeightSource):
             self._slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         hidden: Collection[str] = ()
         if quantization:
-            self._reader = QuantizedReader(self.name, self._slices, quantization, dither_seed)
+            self._reader = QuantizedReader(self.name, self._slices, quantization)
             self.fp8, hidden = self._reader.scales, self._reader.hidden
             self.power_of_two = self._reader.power_of_two
         for key, part in self._slices.items():
@@ -249,9 +255,14 @@ class SafetensorsSource(WeightSource):
         }
 
     def rows(self, key: str, start: int, stop: int) -> Tensor:
-        if key in self.fp8:
-            return self._reader.rows(key, start, stop, self._device)
-        return self._slices[key][start:stop]
+        if key not in self.fp8:
+            return self._slices[key][start:stop]
+        noise = None
+        if self._dither_seed is not None and key in self.power_of_two:
+            options = {"device": self._device, "generator": _generator(self._dither_seed, key, self._device)}
+            whole = torch.randint(256, self._shapes[key], dtype=torch.uint8, **options)
+            noise = whole[start:stop]  # the same in every sharding
+        return self._reader.rows(key, start, stop, self._device, noise)
 
 
 # Loading by row numbers.

@@ -7,7 +7,6 @@ may be smaller. Its values are weight x scale, computed in FP32.
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -88,16 +87,12 @@ def dither(values: Tensor, noise: Tensor) -> Tensor:
 class QuantizedReader:
     """Reader of the FP8 tensors among `tensors`, slices of safetensors files by name, with their scales.
 
-    `name` identifies the model in errors. With a `dither_seed`, values whose scales, of blocks or rows, are
-    powers of two lie anywhere in their rounding interval instead of in its middle. UserError for an FP8
-    tensor without scales, for scales of another shape or that are not positive and finite, and for a tensor
-    that is quantized in another way.
+    `name` identifies the model in errors. UserError for an FP8 tensor without scales, for scales of another
+    shape or that are not positive and finite, and for a tensor that is quantized in another way.
     """
 
-    def __init__(
-        self, name: str, tensors: Mapping[str, Any], fields: Mapping[str, Any], dither_seed: int | None = None
-    ):
-        self._model, self._tensors, self._dither_seed = name, tensors, dither_seed
+    def __init__(self, name: str, tensors: Mapping[str, Any], fields: Mapping[str, Any]):
+        self._model, self._tensors = name, tensors
         try:
             block = block_of(fields)
             scale_grid((1, 1), block or TENSOR)
@@ -115,8 +110,7 @@ class QuantizedReader:
                 self.scales[key] = self._read_scales(key, names.get(key))
             elif key in names or dtype in OTHER_FORMS:
                 raise self._error(f"{key} is {dtype}, which is no known form of FP8 weights")
-
-        self.power_of_two = {
+        self.power_of_two = {  # with such scales of blocks or rows
             key
             for key, (scales, block) in self.scales.items()
             if block != TENSOR and (scales.frexp()[0] == 0.5).all()
@@ -144,15 +138,10 @@ class QuantizedReader:
             raise self._error(f"{name} contains {wrong[0].item()}, and scales are positive and finite")
         return scales, block
 
-    def rows(self, key: str, start: int, stop: int, device: Any) -> Tensor:
-        """Return rows start to stop of an FP8 tensor, dequantized on `device`."""
+    def rows(self, key: str, start: int, stop: int, device: Any, noise: Tensor | None = None) -> Tensor:
+        """Return rows start to stop of an FP8 tensor, dithered by `noise` and dequantized on `device`."""
         scales, block = self.scales[key]
         values = self._tensors[key][start:stop].to(device, non_blocking=True)
-        if self._dither_seed is not None and key in self.power_of_two:
-            # The same noise in every sharding; the seed has 32 bits, as those of random weights.
-            seed = zlib.crc32(f"{self._dither_seed}/{key}".encode())
-            generator = torch.Generator(device).manual_seed(seed)
-            shape = self._tensors[key].get_shape()
-            noise = torch.randint(256, shape, dtype=torch.uint8, device=device, generator=generator)
-            values = dither(values, noise[start:stop])
+        if noise is not None:
+            values = dither(values, noise)
         return dequantize(values, scales, block, first_row=start)
