@@ -84,10 +84,10 @@ def resolve(cfg: Config) -> Resolved:
     spec = _find_model(cfg)
     precision = precision_map.resolve_map(cfg, precision, spec.config.get_text_config())
     if spec.dequantized:
-        spec = replace(spec, dithers=spec.has_power_of_two_scales and _casts_weights_again(cfg, precision))
-        dithered = ", dithered" if spec.dithers else ""
+        dithers = spec.has_power_of_two_scales and _casts_weights_again(cfg, precision)
+        dithered = ", dithered" if dithers else ""
         print_rank0(f"dequantizes {spec.dequantized} of {spec.name}{dithered}")
-        spec = replace(spec, dequantized=spec.dequantized + dithered)
+        spec = replace(spec, dithers=dithers, dequantized=spec.dequantized + dithered)
     if reason := precision.fallback_reason:
         rule = "!" * 100
         print_rank0(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {FALLBACK_RECIPE} scaling\n{rule}")
