@@ -60,19 +60,23 @@ def main(argv: list[str]) -> int:
         raise bad_setting("exists; give a new folder", out=args.out)
     args.out.mkdir(parents=True)
     written, wanted = {"train": 0, "test": 0}, {"train": args.megabytes, "test": args.test_megabytes}
-    enough = False
+
+    def full(*splits: str) -> bool:
+        return all(written[split] >= wanted[split] * 1e6 for split in splits)
+
     with (args.out / "train.jsonl").open("w") as train, (args.out / "test.jsonl").open("w") as test:
         for number, text in enumerate(texts(args.folders)):
-            full = written["train"] >= wanted["train"] * 1e6
-            split, file = ("test", test) if full or number % EVERY == 0 else ("train", train)
+            for_test = number % EVERY == 0 or full("train")
+            split, file = ("test", test) if for_test else ("train", train)
             file.write(json.dumps({"text": text}) + "\n")
             written[split] += len(text.encode("utf-8"))
-            if enough := all(written[split] >= wanted[split] * 1e6 for split in wanted):
+            if full("train", "test"):
                 break
     print(", ".join(f"{split}: {written[split] / 1e6:.1f} of {wanted[split]:.1f} MB" for split in wanted))
-    if not enough:
-        print("the folders have no more text", file=sys.stderr)
-    return 0 if enough else 1
+    if full("train", "test"):
+        return 0
+    print("the folders have no more text", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":
