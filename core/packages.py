@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OLDEST_PYTHON = (3, 10)
 REQUIRED = ("torch", "transformers", "datasets", "numpy", "safetensors", "pyyaml", "tqdm")
 MODULES = {"pyyaml": "yaml"}  # package -> its module, where the names differ
 PACKAGES = ("torch", "triton", "transformers", "transformer_engine", "torchao", "deepspeed", "flash-attn-4")
@@ -16,27 +14,17 @@ PACKAGES += ("datasets", "tokenizers", "safetensors", "numpy")  # they affect nu
 
 
 def start_command(*packages: str) -> None:
-    """Hide the traceback of Ctrl-C. Exit with one line if this Python is too old or lacks a package.
+    """Hide the traceback of Ctrl-C. Exit with one line if a package is missing.
 
     Call it first in every command, before anything else is imported.
     """
     hide_interrupts()
-    if sys.version_info < OLDEST_PYTHON:
-        version, needed = (".".join(map(str, v[:2])) for v in (sys.version_info, OLDEST_PYTHON))
-        sys.exit(f"error: this is Python {version} ({sys.executable}); use Python {needed} or newer")
     from importlib.util import find_spec
 
     missing = [name for name in (*REQUIRED, *packages) if find_spec(MODULES.get(name, name)) is None]
     if missing:
-        pins = ROOT / "requirements.txt"  # absent after pip install .
-        file, command = os.path.relpath(pins), f"{sys.executable} -m pip install"
-        if not pins.exists():
-            command = f"{command} {' '.join(missing)}"
-        elif "torch" in missing:
-            command = f"{command} -r {file}"
-        else:  # keep torch: a container has one of its own
-            command = f"grep -v '^torch==' {file} | {command} -r /dev/stdin"
-        sys.exit(f"error: {', '.join(missing)} missing; install: {command}")
+        # By name, not by requirements.txt: a container keeps its own torch.
+        sys.exit(f"error: missing packages; install: {sys.executable} -m pip install {' '.join(missing)}")
 
 
 def hide_interrupts() -> None:

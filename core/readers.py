@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +79,7 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
 
 
 class YamlLoader(yaml.SafeLoader):
-    """YAML loader that refuses duplicate keys and reads only decimal numbers as numbers."""
+    """YAML loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         merge = "tag:yaml.org,2002:merge"  # merged keys may be overridden
@@ -89,18 +87,3 @@ class YamlLoader(yaml.SafeLoader):
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise yaml.YAMLError(f"duplicate key {twice!r} (mapping in line {node.start_mark.line + 1})")
         return super().construct_mapping(node, deep)
-
-    # YAML 1.1 reads 010 as octal 8 and 12:30:00 as 45000. 1e-5 stays text, as on the command line, because
-    # sweeps name folders by it.
-    yaml_implicit_resolvers: typing.ClassVar = {
-        first: [
-            (tag, pattern) for tag, pattern in pairs if not tag.endswith((":int", ":float", ":timestamp"))
-        ]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-WHOLE = r"[-+]?(0|[1-9]\d*)$"
-DECIMAL = r"[-+]?((\d+\.\d*|\.\d+)([eE][-+]\d+)?|\.inf)$|\.nan$"
-for tag, pattern in (("int", WHOLE), ("float", DECIMAL)):
-    YamlLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list("-+.0123456789"))

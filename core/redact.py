@@ -16,13 +16,9 @@ TOKENS = (
     (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), "***"),  # AWS access key ids
     (re.compile(r"\b(?:gh[opsu]|github_pat)_[A-Za-z0-9_]{20,}"), "gh_***"),
 )
-# A variable's name: a part of it ends with one of these words (TOKENIZER does not) ...
+# A variable's name: a part of it ends with one of these words (TOKENIZER does not).
 PASSWORD_NAME = re.compile(r"(SECRET|PASSWORD|PASSWD|PASSPHRASE)S?\d*(_|$)", re.IGNORECASE)
 KEY_NAME = re.compile(r"(KEY|TOKEN|CREDENTIAL)S?\d*(_|$)", re.IGNORECASE)
-# ... unless the last part shows that the value is something else: KEY_FIELD, TOKEN_PATH.
-NAME_OF_NO_SECRET = re.compile(
-    r"_(FIELD|COLUMN|NAME|PATH|FILE|DIR|FOLDER|TYPE|COUNT|LIMIT|LENGTH)S?$", re.IGNORECASE
-)
 WORD = re.compile(r"[a-z]+(_[a-z]+)*|\d{1,12}")  # such as a column's name
 # owner/name; a key in base64 may have a slash, but none of -._
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]*[-._][\w.-]*")
@@ -42,15 +38,15 @@ def redact(text: str) -> str:
 def is_secret(name: str, value: str) -> bool:
     """True if an environment variable holds a secret, by its name and value.
 
-    A value under 8 characters is a switch. A key or token whose value is a path, a short word or a hub id
-    configures something: SORT_KEY=question.
+    A value under 8 characters is a switch, and a path is no secret. A key or token whose value is a short
+    word or a hub id configures something: SORT_KEY=question.
     """
-    if len(value) < 8 or NAME_OF_NO_SECRET.search(name):
+    if len(value) < 8 or _is_path(value):
         return False
     if PASSWORD_NAME.search(name):
         return True
     word = len(value) <= LONGEST_WORD and WORD.fullmatch(value)
-    return bool(KEY_NAME.search(name)) and not (word or HUB_ID.fullmatch(value) or _is_path(value))
+    return bool(KEY_NAME.search(name)) and not (word or HUB_ID.fullmatch(value))
 
 
 def _is_path(value: str) -> bool:

@@ -254,40 +254,6 @@ def config_from_dict(values: dict[str, Any]) -> Config:
     return Config(**{s: SECTIONS[s](**SECTIONS[s].completed(v)) for s, v in sections.items()})
 
 
-# Settings that only earlier versions have -> the values that mean what this one does. None: results
-# do not depend on it, so a recorded run may have any. A user's file may not: it would be ignored.
-REMOVED_SETTINGS: dict[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(("wandb_mode", "wandb_tags", "wandb_group", "weights_cache_dir", "data_cache_dir")),
-    "max_skipped_steps": None,
-    **dict.fromkeys(("dataset_messages_field", "dataset_prompt_field", "dataset_completion_field"), (None,)),
-    "convert_moments": (False, True),
-    "fp8_attention": (False,),
-    "fp8_margin": (0,),
-    "fp8_amax_compute_algo": ("max",),
-    "cpu_offload": (False,),
-    "fp8_weight_cache": (True, False),
-    "fused_residuals": (True, False),
-    "pipeline_schedule": ("auto", "1f1b", "interleaved"),
-}
-
-
-def drop_removed(settings: dict[str, Any], *, recorded: bool = True) -> dict[str, Any]:
-    """Drop removed settings of a `recorded` run, or of a user's file. UserError for a value that matters."""
-    for name, values in REMOVED_SETTINGS.items():
-        may_vary = values is None and recorded
-        if name in settings and not may_vary and settings[name] not in (values or (None,)):
-            way_out = "drop it (CHANGELOG.md has its replacement)"
-            raise bad_setting(f"removed from this version; {way_out}", **{name: settings[name]})
-    return {name: value for name, value in settings.items() if name not in REMOVED_SETTINGS}
-
-
-def canonical(name: str, value: Any) -> Any:
-    """Return a setting's value in the form for comparisons: `fp8,fp8` is `fp8`."""
-    if name == "batch_ramp" and value is not None:
-        return parse_batch_ramp(value)
-    return ",".join(dict.fromkeys(parse_moment_dtype(value))) if name == "moment_dtype" else value
-
-
 def changed_settings(
     old: dict[str, Any], new: Config, *, ignore: Container[str] | None = None
 ) -> dict[str, tuple[Any, Any]]:
@@ -302,7 +268,7 @@ def changed_settings(
     return {
         name: (old[name], current[name])
         for name in table
-        if name not in ignore and canonical(name, old[name]) != canonical(name, current[name])
+        if name not in ignore and old[name] != current[name]
     }
 
 
@@ -350,12 +316,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def load_config_file(path: str) -> dict[str, Any]:
     """Read flat settings from a YAML file or a run's settings.json. UserError names the file."""
-    recorded = Path(path).name == "settings.json"
-    try:
-        loaded = drop_removed(read_yaml_settings(path), recorded=recorded)
-    except UserError as error:
-        raise error if "config" in error.flags else bad_setting(str(error), config=path) from None
+    loaded = read_yaml_settings(path)
     total = loaded.get("global_batch_size") or loaded.get("batch_ramp")
-    if total and recorded:  # on other ranks the run keeps its global batch, and accumulation follows
+    # A recorded run keeps its global batch on other ranks, and accumulation follows.
+    if total and Path(path).name == "settings.json":
         return loaded | {"gradient_accumulation_steps": None}
     return loaded

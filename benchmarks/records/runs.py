@@ -14,7 +14,7 @@ from typing import Any
 from fp8_suite.benchmarks.records.evaluation import Result, read_results
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.readers import UnreadableFile, read_json, read_record
-from fp8_suite.training.config import SECTIONS, Config, all_settings, canonical, settings_path
+from fp8_suite.training.config import SECTIONS, Config, all_settings, settings_path
 from fp8_suite.training.parallel.settings import AXES, ONLY_WITH, recorded_data_ranks
 from fp8_suite.training.tracking.metrics import METRICS, RATES, WALL_RATES, summary_name, tail_mean
 
@@ -81,7 +81,7 @@ class RunRecord:
 
     def setting(self, name: str) -> Any:
         """Return a setting; its default if the run is older than the setting."""
-        return canonical(name, self.config.get(name, DEFAULT[name]))
+        return self.config.get(name, DEFAULT[name])
 
     def logged(self, metric: str) -> Series:
         """Return (step, value) of every logged value."""

@@ -27,8 +27,8 @@ def test_missing_packages_are_one_line_with_the_command_that_installs_them(comma
     bare = [sys.executable, "-S"]  # without site-packages
     done = subprocess.run([*bare, *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: torch, transformers, datasets")
-    assert done.stderr.endswith(f" missing; install: {sys.executable} -m pip install -r requirements.txt\n")
+    command = f"error: missing packages; install: {sys.executable} -m pip install torch transformers datasets"
+    assert done.stderr.startswith(command)
     assert done.stderr.count("\n") == 1
 
 
@@ -36,7 +36,7 @@ def test_missing_packages_are_one_line_with_the_command_that_installs_them(comma
 @pytest.mark.parametrize(
     ("variables", "error"),
     [
-        ([f"PYTHON={sys.executable} -S"], "error: torch, transformers"),
+        ([f"PYTHON={sys.executable} -S"], "error: missing packages; install: "),
         ([f"PYTHON={sys.executable}", "ARGS=--max_step 3"], "error: unknown flag --max_step; did you mean"),
     ],
 )

@@ -29,7 +29,6 @@ from fp8_suite.training.config import (
     Config,
     all_settings,
     changed_settings,
-    drop_removed,
     read_settings,
     settings_path,
 )
@@ -173,7 +172,7 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
     Return a notice about permitted changes ('' for none).
     """
     meta = point.meta
-    if unknown := sorted(drop_removed(meta["config"]).keys() - all_settings().keys()):
+    if unknown := sorted(meta["config"].keys() - all_settings().keys()):
         reason = f"saved by another version ({', '.join(unknown)}); resume with that one, or train its export"
         raise bad_setting(reason, resume=point.path)
     saved_ranks, settings = meta["world_size"], cfg.to_dict()
