@@ -28,11 +28,9 @@ from datasets import Dataset
 from fp8_suite.core.errors import bad_setting, counted
 from fp8_suite.data import synthetic
 from fp8_suite.data.chat import Encoder
-from fp8_suite.data.demo import SPLIT_ALIASES
 from fp8_suite.data.loader import Loader
 from fp8_suite.data.order import BatchLayout, BatchShape, Stored, Stream
 from fp8_suite.data.packing import permutation
-from fp8_suite.data.reading.cache import check_cache
 from fp8_suite.data.reading.rows import Row, Status
 from fp8_suite.data.reading.sources import open_source
 from fp8_suite.data.report import DataReport, report_on
@@ -83,7 +81,6 @@ def build_loaders(
     `vocab_size` and `max_positions` are the model's. With `evaluate_only` (of a model, or of a run's
     checkpoint) there is no training data. UserError for settings or data that cannot be used.
     """
-    check_cache()
     cfg.check_length(max_positions)
     layout = build_layout(cfg, tokenizer, shape, vocab_size)
     if evaluate_only:
@@ -170,8 +167,7 @@ def check_splits(cfg: DataConfig) -> None:
     """Raise UserError if the evaluation split is the training split; warn if they may share rows."""
     if (name := cfg.eval_split) is None:
         return
-    aliases = SPLIT_ALIASES if cfg.dataset_name == "demo" else {}
-    if aliases.get(name, name) == aliases.get(cfg.split_name, cfg.split_name):
+    if name == cfg.split_name:
         way_out = "omit the flag to hold out part of the training split"
         raise bad_setting(f"is the training split; {way_out}", eval_split=name)
     # In OpenMathInstruct-2, train_1M is a subset of train.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 
 import numpy as np
 
 LOOK_AHEAD = 64  # candidate samples for a bin
-CHUNK = 65_536  # samples converted to Python ints at a time; they need five times the memory of an array
 
 
 def permutation(num_samples: int, *key: int) -> np.ndarray:
@@ -23,9 +22,7 @@ def pack(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Iterator[list
     Packing is lazy; a million samples need one to four seconds. `lengths`: int64 [samples], 1 to `capacity`.
     """
     assert len(order) == 0 or (lengths.min() > 0 and lengths.max() <= capacity)
-    chunks = [order[i : i + CHUNK] for i in range(0, len(order), CHUNK)]
-    samples = chain.from_iterable(chunk.tolist() for chunk in chunks)
-    sizes = chain.from_iterable(lengths[chunk].tolist() for chunk in chunks)
+    samples, sizes = map(int, order), map(int, lengths[order])
     ahead, ahead_sizes = list(islice(samples, LOOK_AHEAD)), list(islice(sizes, LOOK_AHEAD))
     while ahead:
         members: list[int] = []

@@ -13,7 +13,6 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 TOKENIZER_DIR = FOLDER / "tokenizer"
 FILES = {split: FOLDER / f"{split}.jsonl.xz" for split in ("train_1M", "test")}
-SPLIT_ALIASES = {"train": "train_1M"}
 
 
 def read_demo(split: str) -> Iterator[dict[str, str]]:

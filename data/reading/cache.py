@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from pathlib import Path
 
 import datasets
-from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, causes
+from fp8_suite.core.errors import UserError, causes
 from fp8_suite.core.files import DISK_FULL, NOT_WRITABLE
 from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -18,18 +17,6 @@ logger = logging.getLogger(__name__)
 
 def cache_folder() -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE)
-
-
-def check_cache() -> None:
-    """Raise UserError if the cache folder is not writable."""
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        reason = f"{folder}: {error.strerror}; set HF_DATASETS_CACHE to a writable folder"
-        raise UserError(reason, exit_code=EXIT_BAD_SETTING) from None
 
 
 def storage_error(error: BaseException) -> UserError | None:

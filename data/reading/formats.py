@@ -53,13 +53,9 @@ def name_and_configuration(cfg: DataConfig) -> tuple[str, str | None]:
 
 def named_file(cfg: DataConfig) -> str | None:
     """Return the data file that --dataset_name names, or None for a folder or hub id."""
-    try:
-        name, configuration = name_and_configuration(cfg)
-        path = Path(name).expanduser()
-        is_file = path.is_file()
-    except OSError as error:  # no permission, or a name that is too long
-        raise bad_setting(f"{error.strerror}; check the path", dataset_name=cfg.dataset_name) from None
-    is_data = common_format([name]) is not None
+    name, configuration = name_and_configuration(cfg)
+    path = Path(name).expanduser()
+    is_file, is_data = path.is_file(), common_format([name]) is not None
     if is_data and not is_file:
         raise bad_setting("no such file; check the path", dataset_name=cfg.dataset_name)
     if is_file and (configuration or not is_data):
@@ -88,10 +84,7 @@ def cells_as_text(file: str, options: dict[str, Any]) -> dict[str, Any]:
     import pandas as pd
     from datasets import Features, Value
 
-    try:
-        first = pd.read_csv(file, **options | REPLACE | {"nrows": 1, "chunksize": None})
-    except ValueError:  # an archive of several tables
-        return {}
+    first = pd.read_csv(file, **options | REPLACE | {"nrows": 1, "chunksize": None})
     if len(first) and options.get("index_col") is None and not isinstance(first.index, pd.RangeIndex):
         raise ValueError("row 1 has more cells than the header; quote cells that contain the separator")
     return {"keep_default_na": False, "features": Features({str(n): Value("string") for n in first.columns})}

@@ -5,9 +5,7 @@ Register data sets with a custom reader in DATASETS; `open_path_or_hub` reads al
 
 from __future__ import annotations
 
-import glob
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +16,10 @@ from typing import Any
 
 import datasets
 from datasets import Dataset, IterableDataset
-from datasets.naming import camelcase_to_snakecase
 from fp8_suite.core.errors import UserError, bad_setting, one_line, raise_interrupt
 from fp8_suite.core.hub import require_reachable_hub
 from fp8_suite.data import demo as demo_set
-from fp8_suite.data.reading.cache import cache_folder, storage_error
+from fp8_suite.data.reading.cache import storage_error
 from fp8_suite.data.reading.columns import Columns, choose_columns
 from fp8_suite.data.reading.formats import (
     FORMATS,
@@ -55,7 +52,7 @@ class Source:
 
 def demo(cfg: DataConfig, split: str) -> Source:
     """Read the demo set."""
-    split = choose_split(cfg, demo_set.SPLIT_ALIASES.get(split, split), demo_set.FILES)
+    split = choose_split(cfg, split, demo_set.FILES)
     return source_of_files(cfg, FORMATS[".jsonl"], split, [str(demo_set.FILES[split])])
 
 
@@ -67,13 +64,9 @@ def open_path_or_hub(cfg: DataConfig, split: str) -> Source:
     path = Path(name).expanduser()
     name = str(path) if path.exists() else name
     if any((path / file).is_file() for file in SAVED):
-        if configuration:
-            reason = "a folder written by save_to_disk has no configurations; omit :CONFIGURATION"
-            raise bad_setting(reason, dataset_name=cfg.dataset_name)
         return source_of_saved(cfg, path, split)
     with explaining_read_errors(cfg):
-        if not is_prepared(name):
-            require_reachable_hub(name, ("README.md",), repo_type="dataset")
+        require_reachable_hub(name, ("README.md",), repo_type="dataset")
         builder = datasets.load_dataset_builder(name, configuration)
     splits = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
     split = choose_split(cfg, split, splits) if splits else split
@@ -83,11 +76,10 @@ def open_path_or_hub(cfg: DataConfig, split: str) -> Source:
         return source_of_files(cfg, format, split, files)
     options = load_options(cfg, split, files)
     with explaining_read_errors(cfg):
-        if files and Path(files[0]).is_file():
-            if builder.name == "csv":
-                options |= cells_as_text(files[0], builder.config.pd_read_csv_kwargs)
-            elif builder.name == "parquet":
-                options |= FORMATS[".parquet"].options
+        if builder.name == "csv" and files and Path(files[0]).is_file():
+            options |= cells_as_text(files[0], builder.config.pd_read_csv_kwargs)
+        elif builder.name == "parquet":
+            options |= FORMATS[".parquet"].options
         return source_of_rows(cfg, datasets.load_dataset(name, configuration, **options))
 
 
@@ -98,13 +90,8 @@ def open_source(cfg: DataConfig, split: str) -> Source:
     """Open a split of --dataset_name. UserError if it cannot be read or has no rows."""
     source = DATASETS.get(cfg.dataset_name, open_path_or_hub)(cfg, split)
     if isinstance(source.rows, Dataset) and not len(source.rows):
-        raise without_rows(cfg, split)
+        raise bad_setting(f"split {split} has no rows; choose another split", dataset_name=cfg.dataset_name)
     return source
-
-
-def without_rows(cfg: DataConfig, split: str) -> UserError:
-    """Return the error of an empty split."""
-    return bad_setting(f"split {split} has no rows; choose another split", dataset_name=cfg.dataset_name)
 
 
 def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str]) -> Source:
@@ -149,15 +136,7 @@ def load_options(cfg: DataConfig, split: str, files: list[str]) -> dict[str, Any
     Otherwise `load_dataset` downloads all splits: OpenMathInstruct-2's `train` is 14 times its `train_1M`.
     """
     options = {"split": split, "streaming": cfg.streaming}
-    # `datasets` reads each name as a pattern, in which the brackets of data[1].jsonl are special.
-    names = [glob.escape(file) if Path(file).is_file() else file for file in files]
-    return options | ({"data_files": {split: names}, "verification_mode": "no_checks"} if files else {})
-
-
-def is_prepared(name: str) -> bool:
-    """True if the cache has rows of this hub id; `datasets` uses them if the hub is unreachable."""
-    *owner, last = name.split("/")
-    return (cache_folder() / "___".join([*owner, camelcase_to_snakecase(last)])).is_dir()
+    return options | ({"data_files": {split: files}, "verification_mode": "no_checks"} if files else {})
 
 
 def choose_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> str:
@@ -192,11 +171,8 @@ def unreadable(cfg: DataConfig, error: Exception) -> UserError:
     cause: BaseException = error
     while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
         cause = cause.__cause__
-    reason = one_line(cause)
-    if empty := re.fullmatch(r'Instruction "(.*)" corresponds to no data!', reason):
-        return without_rows(cfg, empty[1])
     check = "the name and the network"
     if Path(name_and_configuration(cfg)[0]).expanduser().exists():
         check = "that all files are complete and the files of a split have equal columns"
     way_out = f"check {check}; NAME:CONFIGURATION chooses one of several configurations"
-    return bad_setting(f"cannot be read: {reason}; {way_out}", dataset_name=cfg.dataset_name)
+    return bad_setting(f"cannot be read: {one_line(cause)}; {way_out}", dataset_name=cfg.dataset_name)

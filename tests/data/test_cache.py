@@ -1,16 +1,15 @@
-"""Unwritable caches, truncated cache files, and tokenization processes that are killed."""
+"""Full disks, unwritable caches, truncated cache files, and tokenization processes that are killed."""
 
 import errno
 import os
 import signal
 
-import datasets
 import pyarrow as pa
 import pytest
 from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter, SchemaInferenceError
 from datasets.packaged_modules.text.text import Text
-from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.core.errors import UserError
 from fp8_suite.data.reading.cache import NOT_WRITABLE
 from fp8_suite.data.reading.sources import open_path_or_hub
 from fp8_suite.data.settings import DataConfig
@@ -27,15 +26,6 @@ def stored(tmp_path, cache):
     settings = {"dataset_name": str(tmp_path / "rows.jsonl"), "split_name": "train"}
     open_path_or_hub(DataConfig(**settings), "train")
     return settings
-
-
-def test_cache_folder_that_cannot_be_created_is_refused(load, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    folder = tmp_path / "file" / "datasets"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
-    with pytest.raises(UserError, match=f"^{folder}: Not a directory; set HF_DATASETS_CACHE") as info:
-        load(ROWS)
-    assert info.value.exit_code == EXIT_BAD_SETTING
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])

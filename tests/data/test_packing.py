@@ -5,7 +5,6 @@ from itertools import chain, combinations
 import numpy as np
 import pytest
 import torch
-from fp8_suite.data import packing
 from fp8_suite.data.collate import IGNORE, Sample, build_batch
 from fp8_suite.data.context import Context
 from fp8_suite.data.packing import LOOK_AHEAD, best_fit_subset, pack, permutation, split_lengths
@@ -16,8 +15,7 @@ def sample(*ids, loss=None, row=0):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_bins_have_every_sample_once_within_capacity_without_starvation(seed, monkeypatch):
-    monkeypatch.setattr(packing, "CHUNK", 50)  # several chunks
+def test_bins_have_every_sample_once_within_capacity_without_starvation(seed):
     rng = np.random.default_rng(seed)
     capacity = int(rng.integers(1, 200))
     lengths = rng.integers(1, capacity + 1, rng.integers(0, 400))
