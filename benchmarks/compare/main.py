@@ -14,12 +14,11 @@ from fp8_suite.benchmarks.compare.verdict import conclude, exit_code, write_verd
 from fp8_suite.benchmarks.launch.grid import Failures, GridRun, train_all
 from fp8_suite.benchmarks.launch.process import refuse_run_folder
 from fp8_suite.benchmarks.launch.variants import VARIANTS, given_settings, parse_variants, split_flags
-from fp8_suite.benchmarks.records.runs import RunRecord, read_run
-from fp8_suite.benchmarks.report.judge import MAX_LOSS_GAP, Verdict
+from fp8_suite.benchmarks.records.runs import read_run
+from fp8_suite.benchmarks.report.judge import MAX_LOSS_GAP
 from fp8_suite.core.cli import add_number, as_command, command_parser
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
 from fp8_suite.core.redact import redact
-from fp8_suite.training.tracking.settings import LogConfig
 
 PROG = "python -m benchmarks.compare"
 
@@ -65,9 +64,16 @@ def main(argv: list[str]) -> int:
     planned = [run for run in planned if run.first or run.variant not in failures]
     failures = {run.name: failures[run.name] for run in planned if run.name in failures}
     records = {run.name: read_run(run.folder) for run in planned if run.name not in failures}
-    verdict = conclude(planned, records, failures, args.max_loss_gap, args.price_per_gpu_hour)
-    write_verdict(verdict, records, folder, redact(shlex.join([*PROG.split(), *argv])))
-    _report(verdict, list(records.values()), folder, reference.cfg.log)
+    limit, price = args.max_loss_gap, args.price_per_gpu_hour
+    verdict = conclude(planned, records, failures, limit)
+    command = redact(shlex.join([*PROG.split(), *argv]))
+    write_verdict(verdict, records, folder, command=command, max_loss_gap=limit, price=price)
+    from fp8_suite.benchmarks.report import main as report  # imports matplotlib, which is slow
+
+    report.write([*records.values()], verdict, folder, price)
+    if (log := reference.cfg.log).use_wandb:
+        config = {"answer": verdict.answer, "max_loss_gap_percent": limit}
+        report.upload(folder, log, config)
     return exit_code(verdict, failures, strict=args.strict)
 
 
@@ -75,13 +81,3 @@ def _why_skip(run: GridRun, failures: Failures, reference: GridRun) -> str | Non
     """Return why a run is pointless: the reference, or the variant with its first seed, failed."""
     failed = (name for name in (reference.name, run.variant) if name in failures)
     return next((f"{name} failed" for name in failed), None)
-
-
-def _report(verdict: Verdict, runs: list[RunRecord], folder: Path, log: LogConfig) -> None:
-    """Write the report of all runs; upload it with --use_wandb."""
-    from fp8_suite.benchmarks.report import main as report  # imports matplotlib, which is slow
-
-    tables, figures = report.write(runs, verdict.reference, folder, verdict)
-    if log.use_wandb:
-        config = {"answer": verdict.answer, "max_loss_gap_percent": verdict.max_loss_gap}
-        report.upload(folder, log, tables | {"verdict": verdict.table}, figures, config)

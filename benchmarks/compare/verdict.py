@@ -8,40 +8,31 @@ from fp8_suite.benchmarks.compare.variant_runs import VariantRun
 from fp8_suite.benchmarks.launch.grid import Failures
 from fp8_suite.benchmarks.records.runs import RunRecord, bad_input
 from fp8_suite.benchmarks.report import gaps
-from fp8_suite.benchmarks.report.judge import Verdict, judge_pairs
+from fp8_suite.benchmarks.report.judge import Verdict, answer, judge_pairs, lines_of, verdict_table
 from fp8_suite.benchmarks.report.tables import markdown, provenance, report_tables
 from fp8_suite.core.files import replace_file, to_json
 
 Records = dict[str, RunRecord]  # by name of the run
 
 
-def conclude(
-    planned: list[VariantRun],
-    records: Records,
-    failures: Failures,
-    max_loss_gap: float,
-    price_per_gpu_hour: float | None = None,
-) -> Verdict:
+def conclude(planned: list[VariantRun], records: Records, failures: Failures, max_loss_gap: float) -> Verdict:
     """Judge every variant over the seeds that finished. UserError if runs are not comparable."""
     check_records(planned, records)
     pairs: dict[str, list[tuple[RunRecord, RunRecord]]] = {}
     for run in planned:
         if run.baseline and {run.variant, run.name, run.baseline} <= records.keys():
             pairs.setdefault(run.variant, []).append((records[run.name], records[run.baseline]))
-    stopped = {run.name: _why_stopped(run, failures) for run in planned if run.first and run.baseline}
-    return Verdict(
-        reference=records[planned[0].name],
-        results={name: judge_pairs(of_variant, max_loss_gap) for name, of_variant in pairs.items()},
-        stopped={name: text for name, text in stopped.items() if name not in pairs},
-        notes=_notes_on_losses(records) + _notes_on_runs(records, failures),
-        max_loss_gap=max_loss_gap,
-        price_per_gpu_hour=price_per_gpu_hour,
-    )
+    first = [run for run in planned if run.first and run.baseline and run.variant not in pairs]
+    stopped = {run.variant: _why_stopped(run, failures) for run in first}
+    results = [judge_pairs(pairs[name], max_loss_gap, name, pairs[name][0][1].name) for name in pairs]
+    answers = [answer(results) or "Nothing was compared.", *(f"{n}: {text}." for n, text in stopped.items())]
+    notes = _notes_on_losses(records) + _notes_on_runs(records, failures)
+    return Verdict(records[planned[0].name], results, " ".join(answers), notes, stopped)
 
 
 def exit_code(verdict: Verdict, failures: Failures, *, strict: bool) -> int:
     """Return 1 if a run or a loss failed, or with `strict` if one was skipped or not decided; else 0."""
-    verdicts = {line.judgement.verdict for line in verdict.lines}
+    verdicts = {line.judgement.verdict for line in lines_of(verdict.results)}
     failed = "FAIL" in verdicts or not all(outcome.refused for outcome in failures.values())
     return int(failed or (strict and bool(failures or "INCONCLUSIVE" in verdicts)))
 
@@ -107,26 +98,34 @@ def _notes_on_runs(records: Records, failures: Failures) -> list[str]:
     return notes
 
 
-def write_verdict(verdict: Verdict, records: Records, folder: Path, command: str) -> None:
+def write_verdict(
+    verdict: Verdict,
+    records: Records,
+    folder: Path,
+    *,
+    command: str,
+    max_loss_gap: float,
+    price: float | None = None,
+) -> None:
     """Print the verdict; write verdict.json and verdict.md. Their first line is the answer."""
-    losses: dict[str, dict[str, dict]] = {}
-    for line in verdict.lines:
-        losses.setdefault(line.variant, {})[line.loss] = line.judgement.to_dict()
     record = {
         "answer": verdict.answer,
         "reference": verdict.reference.name,
-        "max_loss_gap_percent": verdict.max_loss_gap,
+        "max_loss_gap_percent": max_loss_gap,
         "seeds": sorted({run.config["seed"] for run in records.values()}),
         "emulated": any(run.emulated for run in records.values()),
-        "variants": {n: losses[n] | {"speedup": result.speedup} for n, result in verdict.results.items()},
-        "stopped": verdict.stopped,
+        "variants": {
+            result.name: {loss: judgement.to_dict() for loss, judgement in result.judgements.items()}
+            | {"speedup": result.speedup}
+            for result in verdict.results
+        },
+        "stopped": verdict.left_out,
         "notes": verdict.notes,
         "command": command,
     }
     replace_file(folder / "verdict.json", to_json(record, indent=1))
-    table = [markdown(verdict.table.headings, verdict.table.texts)] if verdict.lines else []
+    table = [markdown(*verdict_table(verdict.results))] if verdict.results else []
     body = "\n\n".join([verdict.answer, *table, "\n".join(f"- {note}" for note in verdict.notes)])
-    runs = report_tables([*records.values()], verdict.price_per_gpu_hour)["runs"]
-    text = f"{body}\n\n{markdown(runs.headings, runs.texts)}\n\n```\n{command}\n```\n"
-    replace_file(folder / "verdict.md", text.encode())
+    runs = markdown(*report_tables([*records.values()], price)["runs"])
+    replace_file(folder / "verdict.md", f"{body}\n\n{runs}\n\n```\n{command}\n```\n".encode())
     print(f"\n{body}\n\nverdict: {folder / 'verdict.md'}\n", flush=True)

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
             of_run = by_run[target.run] = by_run.get(target.run, []) + measured
             write_results(target.run, of_run, steps=read_run(target.run).value("steps"))
     table = results_table(results)
-    text = markdown(table.headings, table.texts)
+    text = markdown(*table)
     print(f"\n{text}\n")
     if args.output_dir:
         command = redact(shlex.join([*PROG.split(), *argv]))

@@ -62,7 +62,7 @@ FROM_WALL_TIME = {
 SPEED = frozenset(map(summary_name, (*RATES, *WALL_RATES))) - {"data_wait_share"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # keys of dicts, by identity
 class RunRecord:
     """One run, from its folder or from the table of recorded runs; `summary` is None if it did not finish."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import quantiles
 from typing import Any, NamedTuple
 
 from fp8_suite.benchmarks.records.runs import DEFAULT, WORK, RunRecord, Series
-from fp8_suite.benchmarks.report.gaps import Comparison, loss_gap, repeats, smoothed
+from fp8_suite.benchmarks.report.gaps import loss_gap, smoothed
 from fp8_suite.benchmarks.report.judge import Judgement, Result
 from fp8_suite.benchmarks.report.tables import Columns, labels, metric_columns, read_value
 from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ class Drawn(NamedTuple):
     figure: Figure
 
 
-def draw_all(runs: list[RunRecord], losses: Comparison, results: list[Result]) -> dict[str, Drawn]:
+def draw_all(runs: list[RunRecord], results: list[Result]) -> dict[str, Drawn]:
     """Draw everything that the runs logged; return the figures by file name without suffix."""
     drawn = {}
     if results:
@@ -53,18 +53,17 @@ def draw_all(runs: list[RunRecord], losses: Comparison, results: list[Result]) -
             "Gap of the mean training loss over the last 10 % of steps to the baseline's, mean over the "
             "seeds. Lines: its one-sided 95 % bounds."
         )
-        drawn["overview"] = Drawn("overview", caption, draw_overview(runs, results))
+        drawn["overview"] = Drawn("overview", caption, draw_overview(results))
+        caption = "Gap of the smoothed training loss to the baseline's. The axis may clip start and spikes."
+        drawn["gap"] = Drawn("gap", caption, draw_gap(runs, results))
     if any(run.series("train/loss") or run.series("eval/loss") for run in runs):
         caption = "Training loss: logged (pale), moving average over 5 % of the run (bold). Dots: evaluation."
         drawn["loss"] = Drawn("losses", caption, draw_losses(runs))
-    if losses.pairs:
-        caption = "Gap of the smoothed training loss to the baseline's. The axis may clip start and spikes."
-        drawn["gap"] = Drawn("gap", caption, draw_gap(runs, losses))
     for axis in AXES:
         if lines := scaling(runs, axis):
             name = f"speed_by_{axis.replace(' ', '_').lower()}"
             drawn[name] = Drawn("speed", f"Speed and memory by {axis}.", draw_scaling(lines, axis))
-    for number, (run, label) in enumerate(zip(runs, labels(runs), strict=True), 1):
+    for number, (run, label) in enumerate(labels(runs).items(), 1):
         if casts := last_casts(run.records):
             name = "fp8_stats" if len(runs) == 1 else f"fp8_stats_{number}_{run.name}"
             caption = f"{label}: FP8 statistics at step {casts[0]:,}."
@@ -101,7 +100,7 @@ def _lines(names: list[str]) -> int:
     return sum(1 + name.count("\n") for name in names)
 
 
-def _names(labels: list[str]) -> list[str]:
+def _names(labels: Iterable[str]) -> list[str]:
     """Wrap labels for a legend. A leading space keeps matplotlib from hiding labels that start with "_"."""
     return [" " * text.startswith("_") + textwrap.fill(text, LABEL_WIDTH) for text in labels]
 
@@ -113,27 +112,26 @@ def _add_legend(figure: Figure, axes: Axes) -> Figure:
     return figure
 
 
-def draw_overview(runs: list[RunRecord], results: list[Result]) -> Figure:
+def draw_overview(results: list[Result]) -> Figure:
     """Draw speed, if a run has any, and the mean loss gap of every result, with its 95 % bounds."""
-    short = dict(zip(map(id, runs), labels(runs), strict=True))
-    baselines = {id(result.baseline): result.baseline for result in results}
-    shown: list[tuple[RunRecord, Result | None]] = [(run, None) for run in baselines.values()]
-    shown = [entry for entry in shown if not any(entry[0] is result.run for result in results)]
-    shown += [(result.run, result) for result in results]
-    against = {id(r.run): f" against {short[id(r.baseline)]}" for r in results if len(baselines) > 1}
-    names = [textwrap.fill(short[id(run)] + against.get(id(run), ""), LABEL_WIDTH // 2) for run, _ in shown]
-    colors = ["0.6" if id(run) in baselines else PALETTE[0] for run, _ in shown]
-    rates = [run.tokens_per_gpu for run, _ in shown]
-    figure = Figure(figsize=(9, 1 + 0.3 * max(3, _lines(names))), layout="constrained")
+    judged = {result.run: result for result in results}
+    baselines = {result.baseline: result.baseline_name for result in results}
+    shown = [run for run in baselines if run not in judged] + list(judged)
+    names = baselines | {run: result.name for run, result in judged.items()}
+    texts = [textwrap.fill(names[run], LABEL_WIDTH // 2) for run in shown]
+    colors = ["0.6" if run in baselines else PALETTE[0] for run in shown]
+    rates = [run.tokens_per_gpu for run in shown]
+    figure = Figure(figsize=(9, 1 + 0.3 * max(3, _lines(texts))), layout="constrained")
     *left, right = figure.subplots(1, 1 + any(rates), sharey=True, squeeze=False)[0]
     for axes in left:
-        factors = [f" ({r.speedup:.2f}x)" if r and r.speedup else "" for _, r in shown]
-        texts = [f"{rate:,.0f}{x}" if rate else "-" for rate, x in zip(rates, factors, strict=True)]
-        draw_bars(axes, names, [rate or 0 for rate in rates], texts, colors)
-        axes.set_xlabel("tokens/s per GPU" if any(run.gpus > 1 for run, _ in shown) else "tokens/s")
+        factors = [judged[run].speedup if run in judged else None for run in shown]
+        factors = [f" ({factor:.2f}x)" if factor else "" for factor in factors]
+        speeds = [f"{rate:,.0f}{x}" if rate else "-" for rate, x in zip(rates, factors, strict=True)]
+        draw_bars(axes, texts, [rate or 0 for rate in rates], speeds, colors)
+        axes.set_xlabel("tokens/s per GPU" if any(run.gpus > 1 for run in shown) else "tokens/s")
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.margins(x=0.45)
-    draw_gaps(right, names, [result and result.training for _, result in shown], colors)
+    draw_gaps(right, texts, [judged[run].training if run in judged else None for run in shown], colors)
     return figure
 
 
@@ -166,7 +164,7 @@ def draw_bars(
 
 def draw_losses(runs: list[RunRecord]) -> Figure:
     """Draw logged and smoothed training losses, and evaluation losses, of all runs."""
-    names = _names(labels(runs))
+    names = _names(labels(runs).values())
     figure, axes = _step_axes(names, "loss (nats per label token)")
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         train, evaluation = run.series("train/loss"), run.series("eval/loss")
@@ -179,18 +177,15 @@ def draw_losses(runs: list[RunRecord]) -> Figure:
     return _add_legend(figure, axes)
 
 
-def draw_gap(runs: list[RunRecord], losses: Comparison) -> Figure:
+def draw_gap(runs: list[RunRecord], results: list[Result]) -> Figure:
     """Draw the gaps of the smoothed training losses to the baselines'; colours as in the other figures."""
-    # Other seeds of the reference would hide the gaps: they move by percents.
-    pairs = [pair for pair in losses.pairs if not repeats(pair[0], losses.reference)] or losses.pairs
-    baselines = {id(run): baseline for run, baseline in pairs}
-    several = any(baseline is not losses.reference for baseline in baselines.values())
-    names = _names(labels(runs))
-    figure, axes = _step_axes(names, f"loss relative to {'the baseline' if several else 'the reference'}")
+    baselines = dict(pair for result in results for pair in result.pairs)
+    names = _names(labels(runs).values())
+    figure, axes = _step_axes(names, "loss relative to the baseline")
     settled = [0.0]  # gaps after the first tenth of the steps, where losses fall fast
     axes.axhline(0.0, color="black", linewidth=1)
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
-        if id(run) in baselines and (gap := loss_gap(run, baselines[id(run)])):
+        if run in baselines and (gap := loss_gap(run, baselines[run])):
             _plot(axes, gap, **style(i), **_markers(gap), label=name)
             settled += [value for _, value in gap[len(gap) // 10 :]]
     low, *_, high = quantiles(settled * 2, n=100)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
 
@@ -57,15 +56,13 @@ def fingerprint(run: RunRecord, part: str) -> str | None:
 
 
 def pick_reference(runs: list[RunRecord]) -> RunRecord:
-    """Return the first BF16 run with losses, if possible with an FP8 run's seed; else the first run.
+    """Return the first BF16 run with losses, else the first run.
 
     Of the runs that are comparable with that one, it is the first with the fewest precision settings, such as
     --moment_dtype.
     """
     trained = [run for run in runs if run.value("recipe") == "bf16" and run.series("train/loss")]
-    seeds = {run.config.get("seed") for run in runs if run.value("recipe") != "bf16"}
-    shared = [run for run in trained if run.config.get("seed") in seeds]
-    first, *further = shared or trained or runs[:1]
+    first, *further = trained or runs[:1]
     candidates = [first, *(run for run in further if why_not_comparable(run, first) is None)]
     names = [name for name, setting in all_settings().items() if setting.section == "precision"]
     return min(candidates, key=lambda run: sum(run.setting(name) != DEFAULT[name] for name in names))
@@ -169,20 +166,16 @@ def window_gaps(run: RunRecord, baseline: RunRecord, windows: int) -> dict[tuple
     return gaps
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Comparable runs with their baselines, and why the other runs are not comparable."""
+def pair_runs(
+    runs: list[RunRecord], reference: RunRecord
+) -> tuple[list[tuple[RunRecord, RunRecord]], dict[str, str]]:
+    """Pair every run with the repetition of the reference with its seed, or else with the reference.
 
-    reference: RunRecord
-    pairs: list[tuple[RunRecord, RunRecord]]  # (run, its baseline)
-    left_out: dict[str, str]  # label -> reason
-
-
-def compare_losses(runs: list[RunRecord], reference: RunRecord) -> Comparison:
-    """Pair every run with the repetition of the reference with its seed, or else with the reference."""
+    Returns (run, baseline) of all comparable runs, and by label why the others are not comparable.
+    """
     pairs, left_out = [], {}
     by_seed = seed_runs(runs, reference)
-    for label, run in zip(labels(runs), runs, strict=True):
+    for run, label in labels(runs).items():
         if run is reference:
             continue
         same_seed = by_seed.get(run.setting("seed"), reference)
@@ -191,4 +184,4 @@ def compare_losses(runs: list[RunRecord], reference: RunRecord) -> Comparison:
             left_out[label] = reason
         else:
             pairs.append((run, baseline))
-    return Comparison(reference, pairs, left_out)
+    return pairs, left_out

@@ -7,15 +7,15 @@ bounds by the paired t test. One pair shows nothing about the spread between see
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.benchmarks.report import gaps
-from fp8_suite.benchmarks.report.tables import Columns, Table, make_table
+from fp8_suite.benchmarks.report.tables import Columns, Table, labels, make_table
 from fp8_suite.core.errors import counted
 
 CONFIDENCE = 0.95
@@ -177,15 +177,10 @@ def _percent(fractions: Iterable[float | None]) -> tuple[float, ...]:
 class Result:
     """A run and its repetitions with other seeds, each paired with its baseline, the first seed first."""
 
+    name: str
+    baseline_name: str
     pairs: list[Pair]
-    training: Judgement
-    final: dict[str, Judgement]  # by name in FINAL_LOSSES
-    evaluated: dict[str, Judgement]  # by measure and export, from benchmarks.evaluate
-
-    @property
-    def judgements(self) -> dict[str, Judgement]:
-        """Judgements by name of the loss or measure."""
-        return {"training": self.training} | self.final | self.evaluated
+    judgements: dict[str, Judgement]  # by loss or measure: "training", FINAL_LOSSES, benchmarks.evaluate's
 
     @property
     def run(self) -> RunRecord:
@@ -196,44 +191,73 @@ class Result:
         return self.pairs[0][1]
 
     @property
+    def training(self) -> Judgement:
+        return self.judgements["training"]
+
+    @property
     def speedup(self) -> float | None:
         rates = self.run.tokens_per_gpu, self.baseline.tokens_per_gpu
         return rates[0] / rates[1] if all(rates) else None
 
 
-def judge_pairs(pairs: list[Pair], limit: float) -> Result:
-    judges = judge_training, judge_final_losses, judge_evaluated
-    return Result(pairs, *(judge(pairs, limit) for judge in judges))
+def judge_pairs(pairs: list[Pair], limit: float, name: str, baseline_name: str) -> Result:
+    judgements = {"training": judge_training(pairs, limit)}
+    judgements |= judge_final_losses(pairs, limit) | judge_evaluated(pairs, limit)
+    return Result(name, baseline_name, pairs, judgements)
 
 
-def judge_all(losses: gaps.Comparison) -> list[Result]:
-    """Return the result of every comparable run over all seeds that it shares with its baseline."""
+@dataclass(frozen=True)
+class Verdict:
+    """Results of all runs or variants but the reference, and why some have none."""
+
+    reference: RunRecord
+    results: list[Result]
+    answer: str  # in one line; may be empty
+    notes: list[str]
+    left_out: dict[str, str] = field(default_factory=dict)  # name -> reason
+
+
+def judge_runs(runs: list[RunRecord], reference: RunRecord) -> Verdict:
+    """Judge every comparable run over all seeds that it shares with its baseline.
+
+    The answer is that of the runs with several seeds.
+    """
     results: list[Result] = []
-    for run, baseline in losses.pairs:
-        if any(gaps.repeats(run, first) for first in (losses.reference, *(result.run for result in results))):
+    names = labels(runs)
+    pairs, left_out = gaps.pair_runs(runs, reference)
+    for run, baseline in pairs:
+        if any(gaps.repeats(run, first) for first in (reference, *(result.run for result in results))):
             continue
         by_seed: dict[int, Pair] = {}
-        for record, against in losses.pairs:
+        for record, against in pairs:
             seed, same = record.setting("seed"), record is run or gaps.repeats(record, run)
             if same and seed == against.setting("seed"):
                 by_seed.setdefault(seed, (record, against))
-        results.append(judge_pairs(list(by_seed.values()) or [(run, baseline)], MAX_LOSS_GAP))
-    return results
+        of_run = list(by_seed.values()) or [(run, baseline)]
+        first, base = of_run[0]
+        results.append(judge_pairs(of_run, MAX_LOSS_GAP, names[first], names[base]))
+    notes = [f"{line.name}, {line.loss}: {line.judgement.describe()}" for line in lines_of(results)]
+    return Verdict(reference, results, answer(with_seeds(results)), notes, left_out)
+
+
+def with_seeds(results: list[Result]) -> list[Result]:
+    """Return the results of several seeds."""
+    return [result for result in results if len(result.pairs) > 1]
 
 
 class Line(NamedTuple):
-    """Verdict on one loss of one variant."""
+    """Verdict on one loss or measure of one result."""
 
-    variant: str
+    name: str
     baseline: str
-    loss: str  # training or evaluation
+    loss: str
     judgement: Judgement
     speedup: float | None
     settings: str | None  # differing settings other than precision
 
 
 LINES: Columns = {
-    "variant": (lambda line: line.variant, "{}"),
+    "variant": (lambda line: line.name, "{}"),
     "baseline": (lambda line: line.baseline, "{}"),
     "loss": (lambda line: line.loss, "{}"),
     "verdict": (lambda line: line.judgement.verdict, "{}"),
@@ -245,76 +269,46 @@ LINES: Columns = {
 }
 
 
-def lines_of(results: Iterable[Result], name: Callable[[RunRecord], str]) -> list[Line]:
-    """Return the verdicts on the training losses and, where there are any, on the evaluation losses."""
+def lines_of(results: Iterable[Result]) -> list[Line]:
     return [
-        Line(name(result.run), name(result.baseline), loss, judgement, result.speedup, settings)
+        Line(result.name, result.baseline_name, loss, judgement, result.speedup, settings)
         for result in results
         for settings in [", ".join(gaps.other_settings(result.run, result.baseline)) or None]
         for loss, judgement in result.judgements.items()
     ]
 
 
-def gaps_over_time(results: Iterable[Result], name: Callable[[RunRecord], str]) -> Table:
-    """Return mean gaps with bounds: a row for each of WINDOWS parts of the run, a column per variant."""
-    columns: dict[str, dict[tuple[int, int], Judgement]] = {}
+def verdict_table(results: Iterable[Result]) -> Table:
+    """Return a table with a row for each loss of each result."""
+    return make_table(LINES, lines_of(results))
+
+
+def gaps_over_time(results: Iterable[Result]) -> Table:
+    """Return mean gaps with bounds: a row for each of WINDOWS parts of the run, a column per result."""
+    columns: Columns = {"steps": (lambda window: "{:,}-{:,}".format(*window), "{}")}
+    windows: set[tuple[int, int]] = set()
     for result in results:
         curves = [gaps.window_gaps(run, baseline, WINDOWS) for run, baseline in result.pairs]
-        windows = sorted(set[tuple[int, int]]().union(*curves))
-        columns[name(result.run)] = {
-            window: Judgement(_percent(curve.get(window) for curve in curves)) for window in windows
-        }
-
-    def text(judgement: Judgement | None) -> str | None:
-        if judgement is None:
-            return None
-        bounds = judgement.bounds and "{:+.2f} to {:+.2f}".format(*judgement.bounds)
-        return f"{judgement.mean:+.2f} %" + (f" ({bounds})" if bounds else "")
-
-    shown: Columns = {"steps": (lambda window: "{:,}-{:,}".format(*window), "{}")}
-    for label, judgements in columns.items():
-        shown[label] = (lambda window, judgements=judgements: text(judgements.get(window)), "{}")
-    return make_table(shown, sorted({window for judgements in columns.values() for window in judgements}))
+        windows.update(*curves)
+        columns[result.name] = (lambda window, curves=curves: _gap_in(window, curves), "{}")
+    return make_table(columns, sorted(windows))
 
 
-def answer(lines: Iterable[Line]) -> str:
-    """Return the answer of a comparison in one line: the verdicts on the training losses in words."""
-    training = [line for line in lines if line.loss == "training"]
-    limit = f"{training[0].judgement.limit:g} % above its baseline's" if training else ""
+def _gap_in(window: tuple[int, int], curves: list[dict[tuple[int, int], float]]) -> str | None:
+    judgement = Judgement(_percent(curve.get(window) for curve in curves))
+    if not judgement.gaps:
+        return None
+    bounds = judgement.bounds and " ({:+.2f} to {:+.2f})".format(*judgement.bounds)
+    return f"{judgement.mean:+.2f} %{bounds or ''}"
+
+
+def answer(results: list[Result]) -> str:
+    """Return the verdicts on the training losses in words, in one line; "" without results."""
     parts = []
-    if passed := [line.variant for line in training if line.judgement.verdict == "PASS"]:
-        parts.append(f"PASS for {', '.join(passed)}: training loss at most {limit}, with 95 % confidence")
-    for line in training:
-        if (verdict := line.judgement.verdict) != "PASS":
-            parts.append(f"{verdict} for {line.variant}: {line.judgement.describe()}")
-    return "; ".join(parts) + "." if parts else "Nothing was compared."
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Results of a comparison by variant, the reference's left out; and what became of the other variants."""
-
-    reference: RunRecord
-    results: dict[str, Result]
-    stopped: dict[str, str]  # variant -> FAIL or SKIPPED, with the reason
-    notes: list[str]
-    max_loss_gap: float
-    price_per_gpu_hour: float | None
-
-    @cached_property
-    def lines(self) -> list[Line]:
-        names = {id(result.run): name for name, result in self.results.items()}
-        return lines_of(self.results.values(), lambda run: names.get(id(run), run.name))
-
-    @property
-    def answer(self) -> str:
-        return " ".join([answer(self.lines), *(f"{name}: {text}." for name, text in self.stopped.items())])
-
-    @property
-    def table(self) -> Table:
-        return make_table(LINES, self.lines)
-
-    @property
-    def losses(self) -> gaps.Comparison:
-        pairs = [pair for result in self.results.values() for pair in result.pairs]
-        return gaps.Comparison(self.reference, pairs, {})
+    if passed := [result.name for result in results if result.training.verdict == "PASS"]:
+        limit = f"{results[0].training.limit:g} % above its baseline's, with 95 % confidence"
+        parts.append(f"PASS for {', '.join(passed)}: training loss at most {limit}")
+    for result in results:
+        if (verdict := result.training.verdict) != "PASS":
+            parts.append(f"{verdict} for {result.name}: {result.training.describe()}")
+    return "; ".join(parts) + "." if parts else ""

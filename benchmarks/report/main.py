@@ -13,60 +13,42 @@ import matplotlib
 from fp8_suite.benchmarks.records.runs import RunRecord, bad_input, find_runs, read_run
 from fp8_suite.benchmarks.records.table import read_table, read_texts
 from fp8_suite.benchmarks.report import figures, page
-from fp8_suite.benchmarks.report.gaps import compare_losses, pick_reference
-from fp8_suite.benchmarks.report.judge import LINES, Verdict, answer, gaps_over_time, judge_all, lines_of
-from fp8_suite.benchmarks.report.tables import Table, labels, make_table, markdown, provenance, report_tables
+from fp8_suite.benchmarks.report.gaps import pick_reference
+from fp8_suite.benchmarks.report.judge import Verdict, gaps_over_time, judge_runs, verdict_table, with_seeds
+from fp8_suite.benchmarks.report.tables import labels, markdown, provenance, report_tables
 from fp8_suite.core.cli import as_command, command_parser
 from fp8_suite.training.tracking.settings import LogConfig
 from fp8_suite.training.tracking.wandb_writer import start_wandb, wandb_id
 
 
-def write(
-    runs: list[RunRecord], reference: RunRecord, target: Path | None, verdict: Verdict | None = None
-) -> tuple[dict[str, Table], list[Path]]:
-    """Print the table of runs; write figures and report.html to `target`. Returns tables and figure paths."""
-    tables = report_tables(runs, verdict and verdict.price_per_gpu_hour)
-    losses = verdict.losses if verdict else compare_losses(runs, reference)
-    results = list(verdict.results.values()) if verdict else judge_all(losses)
-    names = dict(zip(map(id, runs), labels(runs), strict=True))
-    several = [result for result in results if len(result.pairs) > 1]
-    if verdict is None and several:
-        lines = lines_of(several, lambda run: names[id(run)])
-        verdicts = make_table(LINES, lines)
-        print(answer(lines), markdown(verdicts.headings, verdicts.texts), sep="\n\n", end="\n\n")
-    if several and (table := gaps_over_time(several, lambda run: names[id(run)])).rows:
-        tables["loss_gap"] = table
-        print(markdown(table.headings, table.texts), end="\n\n")
-    print(markdown(tables["runs"].headings, tables["runs"].texts), end="\n\n")
-    for run in runs:
-        print(f"- {names[id(run)]}: {provenance(run)}")
+def write(runs: list[RunRecord], verdict: Verdict, target: Path | None, price: float | None = None) -> None:
+    """Print the table of runs; write figures and report.html to `target`. `price` is per GPU-hour."""
+    tables = report_tables(runs, price)
+    if (over_time := gaps_over_time(with_seeds(verdict.results))).rows:
+        tables["loss_gap"] = over_time
+        print(markdown(*over_time), end="\n\n")
+    print(markdown(*tables["runs"]), end="\n\n")
+    for run, name in labels(runs).items():
+        print(f"- {name}: {provenance(run)}")
     if target is None:
         print("\nno figures and no report.html: several runs need --output_dir")
-        return tables, []
+        return
     target.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(figures.STYLE):
-        drawn = figures.draw_all(runs, losses, results)
-        paths = [target / f"{name}.png" for name in drawn]
+        drawn = figures.draw_all(runs, verdict.results)
         print()
-        for path, (_, caption, figure) in zip(paths, drawn.values(), strict=True):
-            figure.savefig(path, dpi=150)
-            print(f"{path}: {caption}")
-        html = page.render(runs, tables, drawn, losses, results, verdict)
+        for name, (_, caption, figure) in drawn.items():
+            figure.savefig(target / f"{name}.png", dpi=150)
+            print(f"{target / name}.png: {caption}")
+        html = page.render(runs, tables, drawn, verdict)
     if "loss" not in drawn:
         print("\nno loss.png: no loss was logged")
     (target / "report.html").write_text(html, encoding="utf-8")
     print(f"\nreport: {target / 'report.html'}")
-    return tables, paths
 
 
-def upload(
-    folder: Path,
-    cfg: LogConfig,
-    tables: dict[str, Table],
-    figures: list[Path],
-    config: dict[str, Any] | None = None,
-) -> None:
-    """Log tables, figures and report.html of `folder` as a W&B run of the job type `report`.
+def upload(folder: Path, cfg: LogConfig, config: dict[str, Any] | None = None) -> None:
+    """Log report.html of `folder` as a W&B run of the job type `report`.
 
     Uploading again updates the same W&B run. If W&B fails, it is a warning.
     """
@@ -82,13 +64,7 @@ def upload(
             job_type="report",
             config=config,
         )
-        logged: dict[str, Any] = {
-            f"report/{name}": wandb.Table(columns=table.headings, data=table.rows)
-            for name, table in tables.items()
-        }
-        logged |= {f"report/{path.stem}": wandb.Image(str(path)) for path in figures}
-        logged["report/page"] = wandb.Html((folder / "report.html").read_text(encoding="utf-8"))
-        run.log(logged)
+        run.log({"report/page": wandb.Html((folder / "report.html").read_text(encoding="utf-8"))})
         run.finish()
     except Exception as error:
         print(f"WARNING: the report of {folder} was not uploaded to W&B ({error})", file=sys.stderr)
@@ -131,8 +107,10 @@ def main(argv: list[str]) -> int:
     target = args.output_dir or (args.runs[0] if len(runs) == 1 and args.runs else None)
     if target is None and args.use_wandb:
         raise bad_input("--use_wandb: several runs need --output_dir; add it")
-    tables, drawn = write(runs, reference, target)
+    verdict = judge_runs(runs, reference)
+    if verdict.answer:
+        print(verdict.answer, markdown(*verdict_table(with_seeds(verdict.results))), sep="\n\n", end="\n\n")
+    write(runs, verdict, target)
     if args.use_wandb:
-        project = reference.setting("wandb_project")
-        upload(target, LogConfig(use_wandb=True, wandb_project=project), tables, drawn)
+        upload(target, LogConfig(use_wandb=True, wandb_project=reference.setting("wandb_project")))
     return 0

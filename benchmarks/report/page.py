@@ -8,23 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks.records.runs import RunRecord
-from fp8_suite.benchmarks.report import gaps
 from fp8_suite.benchmarks.report.figures import Drawn
-from fp8_suite.benchmarks.report.judge import LINES, Result, Verdict, lines_of
-from fp8_suite.benchmarks.report.tables import Table, labels, make_table, provenance, settings, tagged
+from fp8_suite.benchmarks.report.judge import Verdict, verdict_table
+from fp8_suite.benchmarks.report.tables import Table, labels, provenance, settings, tagged
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 
 def render(
-    runs: list[RunRecord],
-    tables: dict[str, Table],
-    figures: dict[str, Drawn],
-    losses: gaps.Comparison,
-    results: list[Result],
-    verdict: Verdict | None,
+    runs: list[RunRecord], tables: dict[str, Table], figures: dict[str, Drawn], verdict: Verdict
 ) -> str:
-    """Return the HTML page. A comparison's answer, with verdicts and notes, is at its top."""
+    """Return the HTML page. The verdict's answer is at its top."""
     names = labels(runs)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -34,14 +28,15 @@ def render(
         undefined=StrictUndefined,
     )
     return environment.get_template("page.html.j2").render(
-        title=f"Training report: {names[0] if len(runs) == 1 else f'{len(runs)} runs'}",
-        emulated=[name for name, run in zip(names, runs, strict=True) if run.emulated],
+        title=f"Training report: {names[runs[0]] if len(runs) == 1 else f'{len(runs)} runs'}",
+        emulated=[name for run, name in names.items() if run.emulated],
         verdict=verdict,
+        reference=names[verdict.reference],
+        verdicts=verdict_table(verdict.results),
         tables=tables,
-        origins=dict(zip(names, map(provenance, runs), strict=True)),
+        origins={name: provenance(run) for run, name in names.items()},
         figures=[(drawn.section, drawn.caption, data_uri(drawn.figure)) for drawn in figures.values()],
-        gap=gap_section(runs, losses, results),
-        settings=settings_section(runs, losses.reference),
+        settings=settings_section(runs, verdict.reference),
     )
 
 
@@ -50,18 +45,6 @@ def data_uri(figure: Figure) -> str:
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def gap_section(runs: list[RunRecord], losses: gaps.Comparison, results: list[Result]) -> dict[str, Any]:
-    """Return the table of loss gaps, what they mean, and the runs without one."""
-    names = dict(zip(map(id, runs), labels(runs), strict=True))
-    lines = lines_of(results, lambda run: names[id(run)])
-    return {
-        "reference": names[id(losses.reference)],
-        "table": make_table(LINES, lines),
-        "notes": [f"{line.variant}, {line.loss}: {line.judgement.describe()}" for line in lines],
-        "left_out": losses.left_out,
-    }
 
 
 def settings_section(runs: list[RunRecord], reference: RunRecord) -> dict[str, Any]:
@@ -74,7 +57,7 @@ def settings_section(runs: list[RunRecord], reference: RunRecord) -> dict[str, A
             equal[name] = _text(values[0])
         else:
             differing[name] = [(_text(value), value != base.get(name)) for value in values]
-    return {"runs": tagged(runs), "differing": differing, "equal": equal}
+    return {"runs": list(tagged(runs).values()), "differing": differing, "equal": equal}
 
 
 def _text(value: Any) -> str:

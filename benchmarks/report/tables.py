@@ -16,11 +16,10 @@ Columns = dict[str, tuple[Source, str]]  # heading -> (source, format)
 
 
 class Table(NamedTuple):
-    """Rows of values, and the same rows as formatted text."""
+    """Headings and rows of formatted cells."""
 
     headings: list[str]
-    rows: list[list[Any]]
-    texts: list[list[str]]
+    rows: list[tuple[str, ...]]
 
 
 def read_value(item: Any, source: Source) -> Any:
@@ -33,10 +32,8 @@ def make_table(columns: Columns, items: Sequence[Any]) -> Table:
     for heading, (source, form) in columns.items():
         values = [read_value(item, source) for item in items]
         if any(value is not None for value in values):
-            kept[heading] = [(value, "-" if value is None else form.format(value)) for value in values]
-    lines = list(zip(*kept.values(), strict=True))
-    rows, texts = ([[cell[part] for cell in line] for line in lines] for part in (0, 1))
-    return Table(list(kept), rows, texts)
+            kept[heading] = ["-" if value is None else form.format(value) for value in values]
+    return Table(list(kept), list(zip(*kept.values(), strict=True)))
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -70,7 +67,7 @@ MACHINE = (
 
 def report_tables(runs: list[RunRecord], price_per_gpu_hour: float | None = None) -> dict[str, Table]:
     """Return the tables by name. Those of losses and coverage exist only if a run recorded them."""
-    names = dict(zip(map(id, runs), tagged(runs), strict=True))
+    names = tagged(runs)
     kinds = dict.fromkeys(kind for run in runs for kind in run.coverage)
     coverage: Columns = {kind: (lambda run, kind=kind: run.coverage.get(kind), "{:.1%}") for kind in kinds}
     columns = {"runs": _run_columns(runs, price_per_gpu_hour), "hours": HOURS}
@@ -78,7 +75,7 @@ def report_tables(runs: list[RunRecord], price_per_gpu_hour: float | None = None
     for title, metric in LOSSES.items():
         if any(run.logged(metric) for run in runs):
             columns[title] = _statistics(metric)
-    run: Columns = {"run": (lambda run: names[id(run)], "{}")}
+    run: Columns = {"run": (names.get, "{}")}
     return {title: make_table(run | shown, runs) for title, shown in columns.items()}
 
 
@@ -162,16 +159,15 @@ def _statistics(metric: str) -> Columns:
     }
 
 
-def labels(runs: list[RunRecord]) -> list[str]:
+def labels(runs: list[RunRecord]) -> dict[RunRecord, str]:
     """Return a label per run: its folder's name, or its path if several runs have that name."""
     names = [run.name for run in runs]
-    return [n if names.count(n) == 1 else str(run.folder) for n, run in zip(names, runs, strict=True)]
+    return {run: run.name if names.count(run.name) == 1 else str(run.folder) for run in runs}
 
 
-def tagged(runs: list[RunRecord]) -> list[str]:
+def tagged(runs: list[RunRecord]) -> dict[RunRecord, str]:
     """Return the labels, marked "(unfinished)" where a run did not finish."""
-    names = labels(runs)
-    return [name + " (unfinished)" * (run.summary is None) for name, run in zip(names, runs, strict=True)]
+    return {run: name + " (unfinished)" * (run.summary is None) for run, name in labels(runs).items()}
 
 
 def provenance(run: RunRecord, *, date: bool = True) -> str:

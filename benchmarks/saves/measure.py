@@ -260,7 +260,7 @@ def write_record(folder: Path, disk: dict[str, Any], rows: list[dict[str, Any]])
         f"{provenance(run)}, {environment['platform']}, {environment['cpu_count']} CPUs",
         f"disk: {', '.join(rates)}",
         f"{run.value('model_name')}, {run.precision}, {run.value('optimizer')}, {run.mode}",
-        f"\n{markdown(table.headings, table.texts)}",
+        f"\n{markdown(*table)}",
     ]
     kept = {name: environment[name] for name in ENVIRONMENT if name in environment}
     record = {"text": "\n".join(lines), "disk_bytes_per_second": disk, "saves": rows, "environment": kept}

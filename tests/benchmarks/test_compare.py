@@ -15,6 +15,7 @@ from fp8_suite.benchmarks.launch import grid
 from fp8_suite.benchmarks.launch.process import Outcome
 from fp8_suite.benchmarks.launch.variants import given_settings, parse_variants
 from fp8_suite.benchmarks.records.runs import read_run
+from fp8_suite.benchmarks.report.judge import lines_of
 from fp8_suite.core.errors import EXIT_INTERRUPTED, UserError
 from fp8_suite.core.packages import ROOT
 from fp8_suite.training.trainer import Trainer
@@ -95,7 +96,7 @@ def judged(planned, failures=None, max_loss_gap=0.5):
 
 
 def verdicts(verdict):
-    return {(line.variant, line.loss): line.judgement.verdict for line in verdict.lines}
+    return {(r.name, loss): judged.verdict for r in verdict.results for loss, judged in r.judgements.items()}
 
 
 def diverging(lines):
@@ -182,7 +183,7 @@ def test_a_seed_that_failed_is_left_out(tmp_path):
     failures = {"delayed-seed44": Outcome(1, tmp_path, "it broke")}
     (tmp_path / "settings.json").touch()  # it had started
     verdict = judged(planned, failures)
-    assert len(verdict.results["delayed"].pairs) == 2 and exit_code(verdict, failures, strict=False) == 1
+    assert len(verdict.results[0].pairs) == 2 and exit_code(verdict, failures, strict=False) == 1
     assert "delayed-seed44 did not finish: it broke (exit code 1)." in verdict.notes
 
 
@@ -194,7 +195,7 @@ def test_losses_that_are_not_finite_fail(tmp_path):
     verdict = judged(planned)
     answers = verdicts(verdict)
     assert answers["delayed", "training"] == answers["current", "evaluation"] == "FAIL"
-    assert answers["current", "training"] == "PASS" and len(verdict.results["current"].training.gaps) == 2
+    assert answers["current", "training"] == "PASS" and len(verdict.results[1].training.gaps) == 2
     assert exit_code(verdict, {}, strict=False) == 1
 
 
@@ -258,7 +259,8 @@ def test_each_variant_s_baseline_has_its_layers_if_possible(tmp_path, variants, 
     planned = write_all(planned_runs(tmp_path, variants))
     by_name = {run.name: run.baseline for run in planned}
     assert [by_name[name] for name in variants.split(",")] == baselines and planned[0].baseline is None
-    assert {line.variant for line in judged(planned).lines if line.settings == "use_te"} == other_layers
+    lines = lines_of(judged(planned).results)
+    assert {line.name for line in lines if line.settings == "use_te"} == other_layers
 
 
 @pytest.mark.parametrize(
@@ -270,7 +272,7 @@ def test_a_variant_that_does_not_run_is_skipped_or_fails(tmp_path, outcome, stat
     write(planned[0], 2.0)
     failures = {"nvfp4": outcome}
     verdict = judged(planned, failures)
-    assert verdict.stopped["nvfp4"].startswith(status) and f"nvfp4: {status}" in verdict.answer
+    assert verdict.left_out["nvfp4"].startswith(status) and f"nvfp4: {status}" in verdict.answer
     assert exit_code(verdict, failures, strict=False) == int(status == "FAIL")
     assert exit_code(verdict, failures, strict=True) == 1
 

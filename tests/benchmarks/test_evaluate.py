@@ -14,7 +14,7 @@ from fp8_suite.benchmarks.evaluate.measure import generate, in_batches
 from fp8_suite.benchmarks.evaluate.targets import find_targets
 from fp8_suite.benchmarks.records.evaluation import Result, write_results
 from fp8_suite.benchmarks.records.runs import RunRecord, read_run
-from fp8_suite.benchmarks.report.judge import judge_evaluated, judge_pairs
+from fp8_suite.benchmarks.report.judge import judge_evaluated
 from fp8_suite.core.errors import UserError
 from fp8_suite.data.rendering import Renderer
 from fp8_suite.data.tokenizer import load_tokenizer
@@ -300,13 +300,13 @@ def test_results_join_the_verdict_over_seeds(tmp_path):
 
     baselines = [finished(f"bf16-{i}", export=right) for i, right in enumerate((3000, 3050, 3100))]
     runs = [finished(f"fp8-{i}", export=n, export_fp8=n - 100) for i, n in enumerate((3001, 3050, 3102))]
-    judged = judge_pairs(list(zip(runs, baselines, strict=True)), 0.5).evaluated
+    judged = judge_evaluated(list(zip(runs, baselines, strict=True)), 0.5)
     assert {name: (j.verdict, j.mean) for name, j in judged.items()} == {
         "exact_match of export": ("PASS", pytest.approx(-0.02)),
         "exact_match of export_fp8": ("FAIL", pytest.approx(1.98)),  # against the BF16 export
     }
     trained_further = finished("more", steps=20, export=100)
-    assert judge_pairs([(trained_further, baselines[0])], 0.5).evaluated == {}
+    assert judge_evaluated([(trained_further, baselines[0])], 0.5) == {}
 
 
 def test_equal_accuracies_of_few_samples_decide_nothing():

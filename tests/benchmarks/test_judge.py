@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fp8_suite.benchmarks.records.table import from_row, read_table, to_row
 from fp8_suite.benchmarks.report import gaps, judge
-from fp8_suite.benchmarks.report.gaps import compare_losses, pick_reference
+from fp8_suite.benchmarks.report.gaps import pick_reference
 from fp8_suite.benchmarks.report.judge import Judgement
 from fp8_suite.core.files import to_json
 
@@ -59,7 +59,7 @@ def test_the_spread_is_that_of_the_recorded_studies():
     gaps = []
     for study in ("thousand_steps/te", "fp8-moments/1b/beta2-0.95", "fp8-moments/1b/beta2-0.999"):
         runs = read_table(study)
-        results = judge.judge_all(compare_losses(runs, pick_reference(runs)))
+        results = judge.judge_runs(runs, pick_reference(runs)).results
         gaps += [result.training.gaps for result in results if len(result.pairs) > 1]
     degrees = sum(len(values) - 1 for values in gaps)
     spread = math.sqrt(sum(stdev(values) ** 2 * (len(values) - 1) for values in gaps) / degrees)
@@ -80,11 +80,11 @@ def test_gaps_over_time_survive_the_record(tmp_path):
     recorded = [from_row(json.loads(to_json(to_row(run, "study", "tiny-llama")))) for run in runs]
     assert max(len(run.records) for run in recorded) <= 200
     for records in (runs, recorded):
-        results = judge.judge_all(compare_losses(records, records[0]))
-        table = judge.gaps_over_time(results, lambda run: run.name)
+        results = judge.judge_runs(records, records[0]).results
+        table = judge.gaps_over_time(results)
         assert table.headings == ["steps", "delayed-0"] and len(table.rows) == 10
-        assert [row[0] for row in table.texts][::9] == ["1-500", "4,501-5,000"]
-        for number, (_, cell) in enumerate(table.texts):  # gaps g and 2g, g = 0.011 % x number
+        assert [row[0] for row in table.rows][::9] == ["1-500", "4,501-5,000"]
+        for number, (_, cell) in enumerate(table.rows):  # gaps g and 2g, g = 0.011 % x number
             mean, margin = 0.0165 * number, 6.3138 * 0.0055 * number
             assert cell == f"{mean:+.2f} % ({mean - margin:+.2f} to {mean + margin:+.2f})", cell
         assert results[0].training.gaps == pytest.approx((0.099, 0.198), abs=1e-5)
@@ -100,13 +100,14 @@ def test_final_losses_are_judged_in_every_form(tmp_path):
             exports = {"export_loss_bf16": 1.5 * factor**2, "export_loss_fp8": 1.5 * factor**3}
             in_bf16 = {} if recipe == "bf16" else {"eval_loss_bf16": 1.5 * 1.04}
             runs.append(replace(run, summary=run.summary | {"eval_loss": 1.5 * factor} | exports | in_bf16))
-    (result,) = judge.judge_all(compare_losses(runs, runs[0]))
-    means = {name: judgement.mean for name, judgement in result.final.items()}
+    (result,) = judge.judge_runs(runs, runs[0]).results
+    final = judge.judge_final_losses(result.pairs, 0.5)
+    means = {name: judgement.mean for name, judgement in final.items()}
     expected = {"evaluation": 1.0, "evaluation in BF16": 4.0, "export": 2.01, "FP8 export": 3.0301}
-    assert means == pytest.approx(expected) and {j.verdict for j in result.final.values()} == {"FAIL"}
+    assert means == pytest.approx(expected) and {j.verdict for j in final.values()} == {"FAIL"}
     runs[1] = replace(runs[1], summary=runs[1].summary | {"export_loss_fp8": math.nan})
-    (result,) = judge.judge_all(compare_losses(runs, runs[0]))
-    assert result.final["FP8 export"].reason == "its FP8 export loss is not finite"
+    (result,) = judge.judge_runs(runs, runs[0]).results
+    assert result.judgements["FP8 export"].reason == "its FP8 export loss is not finite"
 
 
 def test_runs_are_paired_by_seed_and_setting(tmp_path):
@@ -116,11 +117,11 @@ def test_runs_are_paired_by_seed_and_setting(tmp_path):
     del runs[2].config["fp8_fp32_scales"]
     scales = {"seed": 2, "fp8_fp32_scales": True}
     runs.append(trained(tmp_path / "block-scales-2", [4.2], "block", **scales))
-    results = judge.judge_all(compare_losses(runs, runs[0]))
+    verdict = judge.judge_runs(runs, runs[0])
+    results = verdict.results
     names = [[(run.name, baseline.name) for run, baseline in result.pairs] for result in results]
     assert names == [[("block-1", "bf16-1"), ("block-2", "bf16-2")], [("block-scales-2", "bf16-2")]]
     assert results[0].training.mean == pytest.approx(1.0)
-    lines = judge.lines_of(results, lambda run: run.name)
-    assert [line.loss for line in lines] == ["training", "evaluation"] * 2
-    assert judge.answer(lines).startswith("FAIL for block-1: mean gap +1.00 % over 2 seeds")
-    assert "INCONCLUSIVE for block-scales-2: gap +5.00 %" in judge.answer(lines)
+    assert [line.loss for line in judge.lines_of(results)] == ["training", "evaluation"] * 2
+    assert verdict.answer.startswith("FAIL for block-1: mean gap +1.00 % over 2 seeds")
+    assert "block-scales-2, training: gap +5.00 % with one seed, which does not decide" in verdict.notes[2]

@@ -8,6 +8,7 @@ from fp8_suite.benchmarks.records import add
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.records.table import MAX_POINTS, PRESET_OR_HUB_ID, TABLE, read_table, thin
 from fp8_suite.benchmarks.report import main as report
+from fp8_suite.benchmarks.report.judge import judge_runs
 from fp8_suite.benchmarks.report.tables import report_tables
 from fp8_suite.core.errors import UserError
 
@@ -16,8 +17,8 @@ from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, append, wri
 
 def row(run, *others):
     """Return {heading: cell} of a run in the table of runs."""
-    headings, _, texts = report_tables([run, *others])["runs"]
-    return dict(zip(headings[1:], texts[0][1:], strict=True))
+    headings, rows = report_tables([run, *others])["runs"]
+    return dict(zip(headings[1:], rows[0][1:], strict=True))
 
 
 def test_a_finished_run_has_its_summary_in_the_table(tmp_path, capsys):
@@ -30,7 +31,7 @@ def test_a_finished_run_has_its_summary_in_the_table(tmp_path, capsys):
         **{"MFU of BF16 peak": "74.8%", "MFU of FP8 peak": "37.4%", "peak GB": "91.3"},
         **{"goodput": "93.1%", "GPU-hours": "2.46", "steps": "1,200", "GPUs": "2", "mode": "fsdp_full"},
     }
-    report.write([run], run, None)
+    report.write([run], judge_runs([run], run), None)
     lines = capsys.readouterr().out.splitlines()
     assert "org/some \\| model" in lines[2]
     assert "2 x NVIDIA H200, 2026-01-02, torch 2.11.0" in lines[4] and "uncommitted changes" in lines[4]
@@ -65,9 +66,9 @@ def test_hours_of_an_unfinished_run_come_from_its_wall_time(tmp_path):
     run = read_run(folder)
     hours = [run.value(name) for name in ("runtime_seconds", "gpu_hours", "node_hours")]
     assert hours == [900.0, 2.0, None], "older runs have no node_seconds"
-    headings, _, ((_, *texts),) = report_tables([run])["hours"]
+    headings, ((_, *cells),) = report_tables([run])["hours"]
     shown = {"runtime, hours": "0.250", "GPUs": "1", "GPU-hours": "2.000"}
-    assert dict(zip(headings[1:], texts, strict=True)) == shown | {
+    assert dict(zip(headings[1:], cells, strict=True)) == shown | {
         **{"goodput": "80.0%", "start": "10.0%", "lost": "10.0%"},
     }
 
