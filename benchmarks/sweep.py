@@ -15,14 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks.launch.grid import Failures, GridRun, require_all_inputs, run_config, train_all
-from fp8_suite.benchmarks.launch.process import is_finished, refuse_run_folder
-from fp8_suite.benchmarks.launch.variants import (
-    OWNED,
-    given_settings,
-    parse_variants,
-    split_flags,
-    split_settings,
-)
+from fp8_suite.benchmarks.launch.process import is_finished
+from fp8_suite.benchmarks.launch.variants import OWNED, parse_flags, parse_variants, split_settings
 from fp8_suite.benchmarks.records.runs import bad_input
 from fp8_suite.core.cli import as_command, command_parser
 from fp8_suite.core.errors import bad_setting
@@ -128,8 +122,8 @@ def why_skip(run: GridRun) -> str | None:
     return f"needs {run.gpus} GPUs, this machine has {present}" if run.gpus > present else None
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the parsed flags of the sweep, and the training flags."""
+def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Return the parsed flags of the sweep, and the training settings."""
     parser = command_parser(PROG, __doc__, trains=True)
     file = "grid and base settings; training flags override these"
     parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help=file)
@@ -138,19 +132,18 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     axis = "replace the values of an axis, such as gpus=1 or precision=bf16_hf,tensorwise"
     parser.add_argument("--axis", action="append", default=[], metavar="NAME=VALUE,...", help=axis)
     parser.add_argument("--dry_run", action="store_true", help="list the runs and their status; run nothing")
-    return split_flags(parser, argv)
+    return parse_flags(parser, argv)
 
 
 @as_command
 def main(argv: list[str]) -> int:
     """Run the sweep. Exit codes: 0 done, 1 a run failed or none finished, 2 bad setting, 75 interrupted."""
-    args, training = parse(argv)
+    args, given = parse(argv)
     file = read_sweep(args.sweep)
-    common = file["base"] | given_settings(training, PROG)
+    common = file["base"] | given
     if missing := next((name for name in file["needs"] if name not in common), None):
         raise bad_input(f"{args.sweep}: needs --{missing}; add it to the command line")
     folder = args.output_dir or Path("runs") / args.sweep.stem
-    refuse_run_folder(folder)
     axes, precisions = read_axes(file["grid"], args.axis), file["grid"].get("precision", ())
     runs = build_grid(axes, common, folder, precisions)
     if args.dry_run:

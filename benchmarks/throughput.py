@@ -21,8 +21,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fp8_suite.benchmarks.launch.process import launch
-from fp8_suite.benchmarks.launch.variants import given_settings, split_flags
+from fp8_suite.benchmarks import sweep
+from fp8_suite.benchmarks.launch.grid import GridRun, train_all
+from fp8_suite.benchmarks.launch.variants import parse_flags
 from fp8_suite.core.cli import add_number, as_command, command_parser
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.training.config import config_from_dict
@@ -58,13 +59,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     add_number(parser, "steps", None, steps)
     add_number(parser, "repeats", 1, "runs to measure")
     parser.add_argument("--profile", action="store_true", help="also record the GPU time by kind of kernel")
-    arguments, training = split_flags(parser, argv)
-    return arguments, given_settings(training, PROG, OWNED)
+    return parse_flags(parser, argv, OWNED)
 
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Run all repeats and report on them. Exit codes: 0 done, 2 bad setting, or the first failed run's."""
+    """Run all repeats and report on them. Exit codes: 0 done, 1 a run failed, 2 bad setting."""
     arguments, requested = parse(argv)
     import torch  # slow to import
 
@@ -85,15 +85,11 @@ def main(argv: list[str]) -> int:
         print("WARNING: no speed is reported of runs without a GPU and of emulated ones", file=sys.stderr)
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = Path(cfg.checkpoint.output_dir or f"runs/throughput/{now}")
-    runs = [folder / f"run-{number}" for number in range(1, arguments.repeats + 1)]
-    for run in runs:
-        cfg = config_from_dict(settings | {"output_dir": str(run)})
-        outcome = launch(cfg, gpus=arguments.gpus, log=folder / "logs" / f"{run.name}.log")
-        if outcome.code:  # the run has printed the reason
-            return outcome.code
-    from fp8_suite.benchmarks.report import main as report  # imports matplotlib, which is slow
-
-    return report.main([*map(str, runs), "--output_dir", str(folder)])
+    runs = []
+    for name in (f"run-{number}" for number in range(1, arguments.repeats + 1)):
+        cfg = config_from_dict(settings | {"output_dir": str(folder / name)})
+        runs.append(GridRun(name=name, cfg=cfg, gpus=arguments.gpus))
+    return sweep.conclude(runs, train_all(runs, folder, lambda run, failures: None), folder)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
+from typing import Any
 
 from fp8_suite.benchmarks.compare.variant_runs import build_runs, check_before_start
 from fp8_suite.benchmarks.compare.verdict import conclude, exit_code, write_verdict
 from fp8_suite.benchmarks.launch.grid import Failures, GridRun, train_all
-from fp8_suite.benchmarks.launch.process import refuse_run_folder
-from fp8_suite.benchmarks.launch.variants import VARIANTS, given_settings, parse_variants, split_flags
+from fp8_suite.benchmarks.launch.variants import VARIANTS, parse_flags, parse_variants
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.report.judge import MAX_LOSS_GAP
 from fp8_suite.core.cli import add_number, as_command, command_parser
@@ -23,8 +23,8 @@ from fp8_suite.core.redact import redact
 PROG = "python -m benchmarks.compare"
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the parsed flags of the comparison, and the remaining training flags."""
+def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Return the parsed flags of the comparison, and the training settings."""
     parser = command_parser(PROG, __doc__, trains=True)
     names = f"recipes to compare: {', '.join(VARIANTS)}; include bf16 or bf16_hf"
     variant = "NAME[+SETTING=VALUE],..."
@@ -42,17 +42,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add_number(parser, "price_per_gpu_hour", None, price, kind=float, minimum=0)
     strict = "exit with 1 also if a recipe cannot run here or is not decided"
     parser.add_argument("--strict", action="store_true", help=strict)
-    return split_flags(parser, argv)
+    return parse_flags(parser, argv)
 
 
 @as_command
 def main(argv: list[str]) -> int:
     """Run the comparison. Exit codes: 0 no variant fails, 1 one fails, 2 bad setting, 75 interrupted."""
-    args, training = parse(argv)
+    args, common = parse(argv)
     folder, seeds = args.output_dir, {"paired_seeds": args.paired_seeds, "noise_seeds": args.noise_seeds}
-    variants, common = parse_variants(args.variants), given_settings(training, PROG)
-    refuse_run_folder(folder)
-    planned = build_runs(variants, common, folder, gpus=args.gpus, **seeds)
+    planned = build_runs(parse_variants(args.variants), common, folder, gpus=args.gpus, **seeds)
     reference = planned[0]
     check_before_start(planned)
     failures = train_all(planned, folder, lambda run, failures: _why_skip(run, failures, reference))

@@ -17,12 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.benchmarks.records.runs import NO_EFFECT, bad_input, read_values
-from fp8_suite.core.errors import (
-    EXIT_FAILED,
-    EXIT_IN_USE,
-    EXIT_INTERRUPTED,
-    bad_setting,
-)
+from fp8_suite.core.errors import EXIT_FAILED, EXIT_IN_USE, EXIT_INTERRUPTED
 from fp8_suite.core.packages import ROOT
 from fp8_suite.core.redact import redact
 from fp8_suite.core.settings import AUTO
@@ -57,12 +52,6 @@ class Outcome:
             name = signal.Signals(number).name
             return f"killed by {name}; last output: {self.last_line or 'none'}"
         return f"{self.error or self.last_line or 'no output'} (exit code {self.code})"
-
-
-def refuse_run_folder(folder: Path) -> None:
-    """Raise UserError if `folder` is a training run's own, whose report would be replaced."""
-    if (folder / "metrics.jsonl").exists():
-        raise bad_setting("holds a training run; choose another folder", output_dir=folder)
 
 
 def command(cfg: Config, gpus: int) -> list[str]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8_suite.benchmarks.records.runs import bad_input
-from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from fp8_suite.core.cli import add_setting
+from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.recipes import TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.core.settings import nearest
-from fp8_suite.training.config import all_settings, build_parser, load_config_file
+from fp8_suite.training.config import all_settings, load_config_file
 
 # A fallback recipe would be compared under the wrong name, so an unsupported recipe is an error.
 _TE = {"use_te": True, "fp8_fallback": "error"}
@@ -95,28 +96,26 @@ def _parse(name: str, te_layers: bool, flag: str) -> Variant:
     return Variant(name, layers | settings)
 
 
-def split_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return a benchmark's parsed flags, and the training flags. UserError for an unknown flag."""
-    args, training = parser.parse_known_args(argv)
-    both = (parser, build_parser(parser.prog, ""))
-    benchmark, trainer = ({o for action in p._actions for o in action.option_strings} for p in both)
-    for flag in (text.split("=")[0] for text in training if text.startswith("--")):
-        if flag not in trainer:
-            hint = nearest(flag, sorted(benchmark | trainer)) or "; see --help and train_fp8.py --help"
-            raise UserError(f"unknown flag {flag}{hint}", exit_code=EXIT_BAD_SETTING)
-    return args, training
-
-
-def given_settings(argv: list[str], prog: str, owned: Iterable[str] = OWNED) -> dict[str, Any]:
-    """Return the training settings on a command line and in its --config file, without defaults.
+def parse_flags(
+    parser: argparse.ArgumentParser, argv: list[str], owned: Iterable[str] = OWNED
+) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Return a benchmark's parsed flags, and the training settings of the command line and its --config file.
 
     The benchmark sets those in `owned` itself: they are a UserError on the command line, and ignored in the
-    file. UserError for an unknown flag.
+    file.
     """
-    flags = vars(build_parser(prog, "").parse_args(argv))
-    path = flags.pop("config")
+    own = {action.dest for action in parser._actions}
+    hidden = parser.add_argument_group()
+    hidden.add_argument("--config")
+    names = [name for name in all_settings() if name not in own]
+    for name in names:
+        add_setting(hidden, name, all_settings()[name])
+    for action in hidden._group_actions:
+        action.help = argparse.SUPPRESS  # train_fp8.py --help lists them
+    args = parser.parse_args(argv)
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     for name in owned:
-        if name in flags:
-            raise bad_setting(f"{prog} sets this for every run; drop it", **{name: flags[name]})
-    in_file = load_config_file(path) if path else {}
-    return {k: v for k, v in in_file.items() if k not in owned} | flags
+        if name in given:
+            raise bad_setting(f"{parser.prog} sets this for every run; drop it", **{name: given[name]})
+    in_file = load_config_file(args.config) if args.config else {}
+    return args, {name: value for name, value in in_file.items() if name not in owned} | given

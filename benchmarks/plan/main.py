@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-from fp8_suite.benchmarks.launch.variants import given_settings, split_flags
+from fp8_suite.benchmarks.launch.variants import parse_flags
 from fp8_suite.benchmarks.plan.layouts import best_layouts, layout_flags, layouts_table
 from fp8_suite.benchmarks.plan.limits import limits_table
 from fp8_suite.benchmarks.plan.predict import Plan, alternatives, make_plan
@@ -21,7 +21,7 @@ from fp8_suite.core.errors import UserError, bad_setting, counted
 from fp8_suite.core.gpus import PLANNED, Gpu
 from fp8_suite.core.recipes import RECIPES, costs_of
 from fp8_suite.core.settings import AUTO
-from fp8_suite.training.config import Config, parse_config
+from fp8_suite.training.config import Config, config_from_dict
 from fp8_suite.training.estimate.advice import way_out
 from fp8_suite.training.estimate.layout import check_pipeline
 from fp8_suite.training.estimate.memory import checkpoint_bytes, offloaded_bytes
@@ -47,21 +47,17 @@ COLUMNS = (
 
 def run(argv: list[str]) -> str:
     """Return the output for a command line."""
-    parser = build_parser()
-    args, training = split_flags(parser, argv)
+    args, given = parse_flags(build_parser(), argv, owned=())
     if args.check:
         from fp8_suite.benchmarks.plan.check import check_runs, check_table
 
-        flags = [f"--{n}" for n, v in vars(args).items() if n != "check" and v != parser.get_default(n)]
-        if training or flags:
-            raise bad_setting(f"cannot be combined with {[*training, *flags][0]}; drop it", check=True)
         return check_table(*check_runs())
     if args.price_per_gpu_hour and not args.tokens:
         price = f"{args.price_per_gpu_hour:g}"
         raise bad_setting("needs --tokens; add it", price_per_gpu_hour=price)
-    cfg = parse_config(training, prog=PROG, description=__doc__)
+    cfg = config_from_dict(given)
     gpu = read_gpu(args, cfg)
-    if args.disk_gb_per_second is None and "save_interval" in given_settings(training, PROG, owned=()):
+    if args.disk_gb_per_second is None and "save_interval" in given:
         args.disk_gb_per_second = DISK_GBS
     if args.best_layout or auto_sizes(cfg):
         return _best_layouts(cfg, gpu, args)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from fp8_suite.benchmarks import throughput
-from fp8_suite.benchmarks.launch.variants import given_settings, split_flags
+from fp8_suite.benchmarks.launch.variants import parse_flags
 from fp8_suite.core.cli import add_number, as_command, command_parser
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.signals import stop_with_parent
@@ -42,8 +42,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser = command_parser(PROG, __doc__, trains=True)
     add_number(parser, "repeats", 3, "saves of a kind after its first")
     add_number(parser, "steps", None, "steps a save (default: as many as it takes)", minimum=4)
-    arguments, training = split_flags(parser, argv)
-    requested = given_settings(training, PROG, OWNED)
+    arguments, requested = parse_flags(parser, argv, OWNED)
     if not requested.get("output_dir"):
         raise bad_setting("give a new folder on the disk to measure", output_dir="")
     return arguments, throughput.DEFAULTS | requested | FIXED

@@ -13,7 +13,7 @@ from fp8_suite.benchmarks.compare.variant_runs import build_runs, check_before_s
 from fp8_suite.benchmarks.compare.verdict import conclude, exit_code
 from fp8_suite.benchmarks.launch import grid
 from fp8_suite.benchmarks.launch.process import Outcome
-from fp8_suite.benchmarks.launch.variants import given_settings, parse_variants
+from fp8_suite.benchmarks.launch.variants import parse_variants
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.report.judge import lines_of
 from fp8_suite.core.errors import EXIT_INTERRUPTED, UserError
@@ -62,7 +62,8 @@ def test_a_stopped_comparison_is_resumed_by_the_same_command(tmp_path, monkeypat
 
 
 def planned_runs(folder, variants="bf16,delayed,current", flags="--max_steps 20", **seeds):
-    return build_runs(parse_variants([variants]), given_settings(flags.split(), "p"), folder, **seeds)
+    _, common = parse(["--variants", variants, "--output_dir", str(folder), *flags.split()])
+    return build_runs(parse_variants([variants]), common, folder, **seeds)
 
 
 def write(run, loss, *, start=8.0, summary=None, environment=None, change=None, **config):
@@ -327,9 +328,8 @@ def test_bad_input_is_one_line(tmp_path, capsys, flags, message):
 
 def test_the_documented_command_works(tmp_path):
     page = (ROOT / "docs" / "compare.md").read_text()
-    args, training = parse(shlex.split(page.split("```")[1].replace("\\\n", " "))[3:])
-    variants, common = parse_variants(args.variants), given_settings(training, "p")
-    planned = build_runs(variants, common, tmp_path, paired_seeds=args.paired_seeds)
+    args, common = parse(shlex.split(page.split("```")[1].replace("\\\n", " "))[3:])
+    planned = build_runs(parse_variants(args.variants), common, tmp_path, paired_seeds=args.paired_seeds)
     assert [run.name for run in planned][:3] == ["bf16", "delayed", "current"] and len(planned) == 6 * 3
     assert planned[0].cfg.log.eval_at_start and not planned[0].cfg.checkpoint.export, "defaults"
 

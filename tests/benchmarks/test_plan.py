@@ -338,7 +338,6 @@ BAD_INPUT = {
     "--sharding_mode deepspeed --deepspeed_config ds_configs/zero2.json --gpus 8": "cover ds_zero1",
     "--tensor_parallel_size 2 --gpus 8": "--tensor_parallel_size 2 --no_use_te: .*; add --use_te",
     "--tensor_parallel_size 2 --gpus 8 --use_te --offload_optimizer": "--offload_optimizer: do not run",
-    "--check --batch_size 1": "--check: cannot be combined with --batch_size",
 }
 
 
