@@ -1,22 +1,22 @@
-"""Figures of a report: speed-ups, losses, gaps, scaling and FP8 statistics."""
+"""Figures of a report: speed-ups, losses, gaps and FP8 statistics."""
 
 from __future__ import annotations
 
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import quantiles
 from typing import Any, NamedTuple
 
-from fp8_suite.benchmarks.records.runs import DEFAULT, WORK, RunRecord, Series
+from fp8_suite.benchmarks.records.runs import RunRecord, Series
 from fp8_suite.benchmarks.report.gaps import loss_gap, smoothed
 from fp8_suite.benchmarks.report.judge import Judgement, Result
-from fp8_suite.benchmarks.report.tables import Columns, labels, metric_columns, read_value
+from fp8_suite.benchmarks.report.tables import labels
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 # The colour-blind-safe palette of Okabe and Ito; violet replaces its yellow, which is too light on white.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195")
@@ -59,10 +59,6 @@ def draw_all(runs: list[RunRecord], results: list[Result]) -> dict[str, Drawn]:
     if any(run.series("train/loss") or run.series("eval/loss") for run in runs):
         caption = "Training loss: logged (pale), moving average over 5 % of the run (bold). Dots: evaluation."
         drawn["loss"] = Drawn("losses", caption, draw_losses(runs))
-    for axis in AXES:
-        if lines := scaling(runs, axis):
-            name = f"speed_by_{axis.replace(' ', '_').lower()}"
-            drawn[name] = Drawn("speed", f"Speed and memory by {axis}.", draw_scaling(lines, axis))
     for number, (run, label) in enumerate(labels(runs).items(), 1):
         if casts := last_casts(run.records):
             name = "fp8_stats" if len(runs) == 1 else f"fp8_stats_{number}_{run.name}"
@@ -192,58 +188,6 @@ def draw_gap(runs: list[RunRecord], results: list[Result]) -> Figure:
     margin = 0.3 * (high - low) or 1e-4  # the axis clips spikes
     axes.set_ylim(min(low, 0.0) - margin, max(high, 0.0) + margin)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    return _add_legend(figure, axes)
-
-
-# Panels of the scaling figures.
-RATES: Columns = {
-    **metric_columns("perf/tokens_per_second"),
-    "tokens/s per GPU": (lambda run: run.tokens_per_gpu, "{:,.0f}"),
-    **metric_columns("perf/mfu_bf16", "perf/peak_memory_gb"),
-}
-AXES: dict[str, Callable[[RunRecord], int]] = {
-    "sequence length": lambda run: run.config["max_seq_length"],
-    "GPUs": lambda run: run.gpus,
-}
-# Settings that may vary along a line. A longer sequence often has a smaller batch, for equal tokens per step.
-ALONG = {"sequence length": ("max_seq_length", "batch_size"), "GPUs": ("max_seq_length",)}
-
-
-def scaling(runs: list[RunRecord], axis: str) -> dict[str, list[tuple[int, RunRecord]]]:
-    """Group GPU runs into lines {name: [(x, run), ...]} whose runs differ only in x.
-
-    Sharding modes may differ along a line, since one GPU has none. The name of a line lists its non-default
-    settings that differ between lines.
-    """
-    (rest,) = AXES.keys() - {axis}
-    shown = [run for run in runs if run.timed]
-    varying = [n for n in WORK if n not in ALONG[axis] and len({str(run.work[n]) for run in shown}) > 1]
-    lines: dict[str, list[tuple[int, RunRecord]]] = {}
-    for run in shown:
-        model = str(run.value("model_name")).rpartition("/")[2]
-        others = [f"{n}={run.work[n]}" for n in varying if run.work[n] != DEFAULT[n]]
-        name = ", ".join([model, f"{run.precision} ({run.layers})", f"{rest} {AXES[rest](run):,}", *others])
-        lines.setdefault(name, []).append((AXES[axis](run), run))
-    several = {line: points for line, points in lines.items() if len({at for at, _ in points}) > 1}
-    return {line: sorted(points, key=lambda point: point[0]) for line, points in sorted(several.items())}
-
-
-def draw_scaling(lines: dict[str, list[tuple[int, RunRecord]]], axis: str) -> Figure:
-    """Draw a panel per rate over `axis`; lines connect the largest values at each x."""
-    names = _names(list(lines))
-    figure = Figure(figsize=(9, 7 + 0.12 * _lines(names)), layout="constrained")
-    for axes, (title, (source, form)) in zip(figure.subplots(2, 2).flat, RATES.items(), strict=True):
-        for i, (name, points) in enumerate(zip(names, lines.values(), strict=True)):
-            known = sorted((x, y) for x, run in points if (y := read_value(run, source)) is not None)
-            _plot(axes, known, "o", color=style(i)["color"], markersize=5)
-            _plot(axes, list(dict(known).items()), **style(i), label=name)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({x for points in lines.values() for x, _ in points}))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axes.yaxis.set_major_formatter(StrMethodFormatter(form.replace("{", "{x")))
-        axes.set(xlabel=axis, ylabel=title)
-        axes.set_ylim(bottom=0)
     return _add_legend(figure, axes)
 
 

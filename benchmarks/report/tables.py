@@ -22,15 +22,11 @@ class Table(NamedTuple):
     rows: list[tuple[str, ...]]
 
 
-def read_value(item: Any, source: Source) -> Any:
-    return item.value(source) if isinstance(source, str) else source(item)
-
-
 def make_table(columns: Columns, items: Sequence[Any]) -> Table:
     """Return a table with a row per item; columns in which all values are None are left out."""
     kept = {}
     for heading, (source, form) in columns.items():
-        values = [read_value(item, source) for item in items]
+        values = [item.value(source) if isinstance(source, str) else source(item) for item in items]
         if any(value is not None for value in values):
             kept[heading] = ["-" if value is None else form.format(value) for value in values]
     return Table(list(kept), list(zip(*kept.values(), strict=True)))

@@ -93,12 +93,11 @@ def trained(folder: Path, losses: Sequence[float], recipe: str = "bf16", **setti
     return read_run(write_run(folder, losses=losses, summary=summary, **settings))
 
 
-def rated(folder: Path, gpus: int, rate: float, *, emulated: bool = False, **settings: Any) -> RunRecord:
+def rated(folder: Path, gpus: int, rate: float, **settings: Any) -> RunRecord:
     """Return a finished run of `rate` tokens/s on `gpus` GPUs; `recipe` is its recipe."""
     recipe = settings.pop("recipe", "delayed")
     values = {"gpus": gpus, "world_size": gpus, "tokens_per_second": rate, "recipe": recipe}
-    summary = SUMMARY | values | {"emulated": emulated}
-    return read_run(write_run(folder, summary=summary, environment=ENVIRONMENT, **settings))
+    return read_run(write_run(folder, summary=SUMMARY | values, environment=ENVIRONMENT, **settings))
 
 
 def launch_here(cfg: Config, *, gpus: int, log: Path) -> Outcome:

@@ -19,7 +19,7 @@ from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, append, rat
 
 OTHER_DATA = {"data": {"train": {"fingerprint": "2e"}}}
 NASTY = '<script src="http://evil/x.js"></script> & "$\\frac{" \' </style>'
-SECTIONS = ["losses", "gap", "runs", "statistics", "speed", "coverage", "fp8", "hours", "settings"]
+SECTIONS = ["losses", "gap", "runs", "statistics", "coverage", "fp8", "hours", "settings"]
 
 
 def is_png(path):
@@ -181,27 +181,6 @@ def test_each_gap_is_drawn_against_its_own_baseline(tmp_path):
     assert axes.get_ylabel() == "loss relative to the baseline"
 
 
-def test_speed_is_drawn_over_lengths_and_gpus_of_the_same_work(tmp_path):
-    runs = [
-        rated(tmp_path / "long", 1, 300.0, max_seq_length=4096),
-        rated(tmp_path / "short", 1, 200.0, max_seq_length=2048),
-        rated(tmp_path / "emulated", 1, 1.0, max_seq_length=1024, emulated=True),
-        rated(tmp_path / "cpu", 0, 1.0, max_seq_length=512),
-        rated(tmp_path / "four", 4, 700.0, max_seq_length=2048, sharding_mode="ddp"),
-    ]
-    ((line, points),) = figures.scaling(runs, "sequence length").items()
-    assert line.endswith("delayed (TE), GPUs 1") and [x for x, _ in points] == [2048, 4096]
-    by_gpus = figures.scaling(runs, "GPUs")
-    (line,) = by_gpus
-    per_gpu = figures.draw_scaling(by_gpus, "GPUs").axes[1]
-    assert per_gpu.get_ylabel() == "tokens/s per GPU"
-    assert [line.get_xydata().tolist() for line in per_gpu.lines] == [[[1, 200], [4, 175]]] * 2
-    other = {"max_seq_length": 2048, "gradient_accumulation_steps": 8}
-    runs += [rated(tmp_path / f"x{gpus}", gpus, 100.0, **other) for gpus in (1, 4)]
-    assert [*figures.scaling(runs, "GPUs")] == [line, f"{line}, gradient_accumulation_steps=8"]
-    assert figures.scaling(runs[:1], "GPUs") == {}
-
-
 def test_parallel_axes_are_columns_if_a_run_has_them(tmp_path):
     sizes = {"context_parallel_size": 2, "pipeline_parallel_size": 4}
     runs = [rated(tmp_path / "data", 8, 2.0), rated(tmp_path / "all", 8, 1.0, **sizes)]
@@ -246,7 +225,7 @@ def test_the_page_of_two_runs_has_every_figure_and_number(tmp_path, capsys):
     one = whole_run(tmp_path / "one")
     two = whole_run(tmp_path / "two", losses=(3.0, 2.5, 2.5), learning_rate=1e-4)
     page, rows = reported(tmp_path, one, two)
-    assert page.ids == [name for name in SECTIONS if name != "speed"], "no lengths or GPUs to draw over"
+    assert page.ids == SECTIONS
     assert page.tags.count("img") == 1 + 1 + 1 + 2  # overview, losses, gap, FP8 statistics of each run
     assert page.tags.index("img") < page.tags.index("section"), "the page opens with the overview"
     assert {path.name for path in (tmp_path / "report").glob("*.png")} == {
