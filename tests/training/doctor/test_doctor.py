@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import fp8_suite.training.doctor.__main__ as doctor
 import pytest
 import torch
 from fp8_suite.core.packages import ROOT
 from fp8_suite.core.recipes import RECIPES
-from fp8_suite.training.doctor import checks
 from fp8_suite.training.precision import te_runtime
 
 SMI = "NVIDIA-SMI 580.159.04   Driver Version: 580.159.04   CUDA Version: 13.0"
@@ -45,7 +45,7 @@ def test_a_machine_without_gpu_is_healthy_on_one_screen():
 def test_a_recipe_that_should_run_and_raises_is_a_fault(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     monkeypatch.delattr("fp8_suite.te_models.emulation.Linear")
-    rows = {finding.text.split()[0]: finding for finding in checks.check_recipes()}
+    rows = {finding.text.split()[0]: finding for finding in doctor.check_recipes()}
     assert rows["delayed"].status == "fault" and "AttributeError" in rows["delayed"].text
     assert rows["rowwise"].status == "note" and "pip install torchao" in rows["rowwise"].text
 
@@ -53,14 +53,14 @@ def test_a_recipe_that_should_run_and_raises_is_a_fault(monkeypatch):
 def test_without_any_package_one_command_installs_all():
     done = start("-S")
     assert done.returncode == 1 and done.stderr == ""
-    assert "torch is missing" in done.stdout and f"to fix: {checks.INSTALL}\n" in done.stdout
+    assert "torch is missing" in done.stdout and f"to fix: {doctor.INSTALL}\n" in done.stdout
 
 
 def test_packages_that_are_too_old_are_a_fault(monkeypatch):
     versions = {"torch": "2.10.1+cu130", "transformers": "5.0.0rc1", "wandb": None}
-    monkeypatch.setattr(checks, "version", lambda name: versions.get(name, "9.9"))
-    fault, _, missing = checks.check_packages()
-    assert (fault.text, fault.cure) == ("torch 2.10.1+cu130 is older than 2.11", checks.INSTALL)
+    monkeypatch.setattr(doctor, "version", lambda name: versions.get(name, "9.9"))
+    fault, _, missing = doctor.check_packages()
+    assert (fault.text, fault.cure) == ("torch 2.10.1+cu130 is older than 2.11", doctor.INSTALL)
     assert missing.status == "note" and missing.text.endswith("wandb")
 
 
@@ -68,9 +68,9 @@ def test_packages_that_are_too_old_are_a_fault(monkeypatch):
     ("text", "cuda", "visible", "error", "status", "cure"),
     [
         (None, "13.0", "", "", "ok", None),
-        (SMI, None, "0", "", "fault", checks.REINSTALL_TORCH),
+        (SMI, None, "0", "", "fault", doctor.REINSTALL_TORCH),
         (SMI, "13.0", "-1", "", "note", None),
-        (SMI, "13.0", "0", "The NVIDIA driver on your system is too old", "fault", checks.UPDATE_DRIVER),
+        (SMI, "13.0", "0", "The NVIDIA driver on your system is too old", "fault", doctor.UPDATE_DRIVER),
         (SMI, "13.0", "0", "something new", "fault", "nvidia-smi -q"),
         ("Failed: Driver/library version mismatch", "13.0", "0", "", "fault", "sudo reboot"),
     ],
@@ -79,26 +79,26 @@ def test_the_reason_for_an_unusable_gpu_is_named(monkeypatch, text, cuda, visibl
     def init():
         raise RuntimeError(error)
 
-    monkeypatch.setattr(checks, "output", lambda *command: text)
+    monkeypatch.setattr(doctor, "nvidia_smi", lambda: text)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    [finding] = checks.check_gpus()
+    [finding] = doctor.check_gpus()
     assert (finding.status, finding.cure) == (status, cure) and error in finding.text
 
 
 def test_transformer_engine_is_missing_broken_or_loads(te_folder, monkeypatch):
-    missing, _ = checks.check_te()
-    assert missing.status == "note" and missing.cure == checks.INSTALL_TE
+    missing, _ = doctor.check_te()
+    assert missing.status == "note" and missing.cure == doctor.INSTALL_TE
     te_folder.mkdir(parents=True)
     code = "import os\nif not os.environ.get('WORKS'): raise ImportError('x.so: undefined symbol')"
     (te_folder / "__init__.py").write_text(code)
-    monkeypatch.setattr(checks, "version", {"transformer_engine": "2.20.2"}.get)
+    monkeypatch.setattr(doctor, "version", {"transformer_engine": "2.20.2"}.get)
     te_runtime.load_error.cache_clear()
-    broken, _ = checks.check_te()
+    broken, _ = doctor.check_te()
     assert broken.status == "fault" and broken.text.endswith("does not load: x.so: undefined symbol")
-    assert broken.cure == checks.INSTALL_TE
+    assert broken.cure == doctor.INSTALL_TE
     monkeypatch.setenv("WORKS", "1")
     te_runtime.load_error.cache_clear()
-    assert [finding.status for finding in checks.check_te()] == ["ok", "ok"]
+    assert [finding.status for finding in doctor.check_te()] == ["ok", "ok"]
