@@ -1,28 +1,21 @@
-"""Command lines and --config files, with one-line errors."""
+"""Command lines with one-line errors."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import math
-import re
 import sys
 import typing
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_INTERRUPTED, UserError, bad_setting
-from fp8_suite.core.readers import UnreadableFile, read_yaml
 from fp8_suite.core.settings import Setting, check_bounds, nearest, split_hint
 
 
 class OneLineParser(argparse.ArgumentParser):
     """ArgumentParser whose errors are a UserError: one line without the usage, with the nearest flag."""
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-        self._negative_number_matcher = re.compile(r"-(\d+|\d*\.\d+)([eE][-+]?\d+)?$")  # -1e-5, too
 
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(message.removeprefix("argument "), exit_code=EXIT_BAD_SETTING)
@@ -61,17 +54,6 @@ def add_setting(group: Any, name: str, setting: Setting) -> None:
     choices = ",".join(get_args(kind)) if get_origin(kind) is Literal else ""
     metavar = f"{{{choices}}}" if choices else {int: "N", float: "X"}.get(kind, "TEXT")
     group.add_argument(f"--{name}", metavar="|".join([metavar, *filter(None, single_values)]), **common)
-
-
-def read_yaml_settings(path: str) -> dict[str, Any]:
-    """Read the `setting: value` lines of a --config file, or a JSON object."""
-    try:
-        loaded = read_yaml(Path(path).expanduser())
-    except UnreadableFile as error:
-        raise bad_setting(error.reason, config=path) from None
-    if loaded is not None and not (isinstance(loaded, dict) and all(isinstance(key, str) for key in loaded)):
-        raise bad_setting("must hold `setting: value` lines", config=path)
-    return loaded or {}
 
 
 def as_command(work: Callable[[list[str]], int]) -> Callable[[list[str] | None], int]:

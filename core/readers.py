@@ -37,8 +37,6 @@ def parse_json(text: str | bytes) -> Any:
     """Return a JSON text's content. ValueError with one line if it is invalid."""
     try:
         return json.loads(text)
-    except UnicodeDecodeError as error:
-        raise ValueError(_not_utf8(error)) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {first_line(error)}" if text.strip() else "is empty") from None
 
@@ -71,11 +69,7 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise unreadable(path, error.strerror or str(error)) from None
     except UnicodeDecodeError as error:
-        raise unreadable(path, _not_utf8(error)) from None
-
-
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x})"
+        raise unreadable(path, f"not UTF-8: {error}") from None
 
 
 class YamlLoader(yaml.SafeLoader):

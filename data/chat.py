@@ -103,7 +103,7 @@ class Encoder:
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         chat = [{"role": "system", "content": system}, *chat] if system else chat
         try:
-            samples = self.renderer.samples(chat).samples
+            samples, _ = self.renderer.samples(chat)
         except TemplateError as error:
             way_out = "try --system_prompt ''" if system else "use another tokenizer"
             raise bad_setting(

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from datetime import date
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp8_suite.core.errors import first_line
 from fp8_suite.data.reading.rows import WEIGHT, Row, is_answer
@@ -27,13 +27,6 @@ NO_PARTS = ("role", "content", WEIGHT, "name", "id", "tool_call_id")  # keys tha
 MAX_LEAD = 200  # characters that a template may write between a turn and the content of its answer
 # Some templates write today's date into the prompt. A fixed date keeps the text the same after a resume.
 TEMPLATE_DATE = date(2024, 7, 26)
-
-
-class Rendered(NamedTuple):
-    """Samples of a conversation, and the names of message parts that the template leaves out of answers."""
-
-    samples: list[list[Segment]]
-    left_out: list[str]
 
 
 class Renderer:
@@ -68,8 +61,10 @@ class Renderer:
 
     def samples(
         self, messages: list[Row], tools: list[Row] | None = None, options: Row | None = None
-    ) -> Rendered:
-        """Return the samples of a conversation as text segments. TemplateError if the template refuses it.
+    ) -> tuple[list[list[Segment]], list[str]]:
+        """Return the samples of a conversation as text segments, and the message parts left out of answers.
+
+        TemplateError if the template refuses it.
 
         A conversation is one sample as long as each prompt continues the text before it. Many templates
         render earlier turns differently once a later turn follows: Qwen3 drops their reasoning, Mistral moves
@@ -96,7 +91,7 @@ class Renderer:
             samples[-1] += [(prompt[len(done) :], False), (answer, True)]
             done = prompt + answer
         samples[-1].append((tail, False))
-        return Rendered(samples, list(dict.fromkeys(left_out)))
+        return samples, list(dict.fromkeys(left_out))
 
 
 def answer_text(render: Render, before: list[Row], message: Row, prompt: str) -> tuple[str, list[str]]:

@@ -224,7 +224,7 @@ class Split:
             return None
         rows = self.source.rows
         row = rows[number] if isinstance(rows, Dataset) else next(islice(rows, number, None))
-        return f"{self.source.unit} {number + 1}: {self.encoder.draft(row).reason}"
+        return f"row {number + 1}: {self.encoder.draft(row).reason}"
 
 
 def arrays(column: pa.ChunkedArray) -> list[np.ndarray]:

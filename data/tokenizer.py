@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fp8_suite.core.errors import bad_setting, one_line
-from fp8_suite.core.hub import require_folder, require_reachable_hub
+from fp8_suite.core.hub import require_folder
 from fp8_suite.data.demo import TOKENIZER_DIR
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -65,7 +65,6 @@ def load_tokenizer(name: str, *, family: str, trust_remote_code: bool = False) -
     path = str(TOKENIZER_DIR) if name == "demo" else name
     require_folder("tokenizer_name", name)
     try:
-        require_reachable_hub(path, ("tokenizer_config.json", "tokenizer.json"))
         tokenizer = _load_as_saved(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # a hub client, a parser or remote code may raise anything
         way_out = "use a local folder, or --tokenizer_name demo (default: the tokenizer of --model_name)"

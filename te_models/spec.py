@@ -13,7 +13,6 @@ import torch
 import xxhash
 from fp8_suite.core.errors import UserError, bad_setting, first_line, one_line
 from fp8_suite.core.gpus import AMPERE
-from fp8_suite.core.hub import require_reachable_hub
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS, require_model
 from fp8_suite.te_models.quantized.reader import METHODS, MODELOPT_FILE
@@ -132,13 +131,10 @@ def _read_config(name: str, init: str, *, random: bool, trust_remote_code: bool)
     if Path(name, "adapter_config.json").exists() and not Path(name, "config.json").exists():
         raise bad_setting("this has adapters only; give a merged model, such as RUN/export", model_name=name)
     try:
-        require_reachable_hub(name, ("config.json",))
         fields, _ = PretrainedConfig.get_config_dict(name)
         auto_map, model_type = fields.get("auto_map") or {}, fields.get("model_type")
         if trust_remote_code or "AutoConfig" not in auto_map or model_type in CONFIG_MAPPING:
             return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except UserError:
-        raise
     except (OSError, ValueError) as error:
         presets = "a preset of te_models/presets.py" if random else ", ".join(sorted(LOCAL_PRESETS))
         others = "use --init random" if name in PRESETS else presets

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
-from fp8_suite.core.cli import OneLineParser, add_setting, read_yaml_settings
+from fp8_suite.core.cli import OneLineParser, add_setting
 from fp8_suite.core.errors import UserError, bad_setting
-from fp8_suite.core.readers import read_record
+from fp8_suite.core.readers import UnreadableFile, read_record, read_yaml
 from fp8_suite.core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO, Setting, convert, lookup
 from fp8_suite.data.settings import DataConfig
@@ -316,7 +316,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def load_config_file(path: str) -> dict[str, Any]:
     """Read flat settings from a YAML file or a run's settings.json. UserError names the file."""
-    loaded = read_yaml_settings(path)
+    try:
+        loaded = read_yaml(Path(path).expanduser()) or {}
+    except UnreadableFile as error:
+        raise bad_setting(error.reason, config=path) from None
+    if not isinstance(loaded, dict):
+        raise bad_setting("must hold `setting: value` lines", config=path)
     total = loaded.get("global_batch_size") or loaded.get("batch_ramp")
     # A recorded run keeps its global batch on other ranks, and accumulation follows.
     if total and Path(path).name == "settings.json":

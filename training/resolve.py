@@ -93,7 +93,7 @@ def resolve(cfg: Config) -> Resolved:
         print_rank0(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {FALLBACK_RECIPE} scaling\n{rule}")
     shape = ModelShape.from_hf_config(spec.config)
     communication = _check(cfg, precision, spec, shape)
-    for warning in filter(None, [checks.unused_fp8_flags(cfg, precision), cfg.log.unused_wandb_flags()]):
+    if warning := checks.unused_fp8_flags(cfg, precision):
         print_rank0(f"WARNING: {warning}")
     if cfg.precision.master_weights == "none":
         print_rank0(optim.MASTER_NONE_WARNING)

@@ -69,12 +69,8 @@ def conversation(turns: Any, system: str, row: Row) -> Row:
             turns = [{"role": "system", "content": system}, *turns]
     sample = {"messages": turns}
     if tools := from_json(row.get(TOOLS)):
-        if as_objects(tools) is None:
-            return {"fault": f"its {TOOLS} are not a list of tools"}
-        sample[TOOLS] = as_objects(tools)
+        sample[TOOLS] = [tools] if isinstance(tools, dict) else tools
     if options := from_json(row.get(TEMPLATE_OPTIONS)):
-        if not isinstance(options, dict):
-            return {"fault": f"its {TEMPLATE_OPTIONS} are not an object"}
         sample["options"] = options
     return sample
 

@@ -17,7 +17,6 @@ from typing import Any
 import datasets
 from datasets import Dataset, IterableDataset
 from fp8_suite.core.errors import UserError, bad_setting, one_line, raise_interrupt
-from fp8_suite.core.hub import require_reachable_hub
 from fp8_suite.data import demo as demo_set
 from fp8_suite.data.reading.cache import storage_error
 from fp8_suite.data.reading.columns import Columns, choose_columns
@@ -47,7 +46,6 @@ class Source:
     columns: Columns
     to_sample: Callable[[Row], Row]
     read_row: Callable[[Row], Any]  # returns all columns of a stored row
-    unit: str  # "line" for a single JSON Lines file, where row numbers are line numbers, else "row"
 
 
 def demo(cfg: DataConfig, split: str) -> Source:
@@ -66,7 +64,6 @@ def open_path_or_hub(cfg: DataConfig, split: str) -> Source:
     if any((path / file).is_file() for file in SAVED):
         return source_of_saved(cfg, path, split)
     with explaining_read_errors(cfg):
-        require_reachable_hub(name, ("README.md",), repo_type="dataset")
         builder = datasets.load_dataset_builder(name, configuration)
     splits = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
     split = choose_split(cfg, split, splits) if splits else split
@@ -107,8 +104,7 @@ def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str
         way_out = "a file with one list of rows must be called .json"
         raise bad_setting(f"{reason}; {way_out}", dataset_name=cfg.dataset_name)
     columns = choose_columns(cfg, first_keys(objects), objects)
-    unit = "line" if len(files) == 1 else "row"
-    return Source(rows, columns, partial(json_line, columns.to_sample), parse_line, unit)
+    return Source(rows, columns, partial(json_line, columns.to_sample), parse_line)
 
 
 def source_of_saved(cfg: DataConfig, folder: Path, split: str) -> Source:
@@ -122,7 +118,7 @@ def source_of_saved(cfg: DataConfig, folder: Path, split: str) -> Source:
 
 def source_of_rows(cfg: DataConfig, rows: Dataset | IterableDataset) -> Source:
     columns = choose_columns(cfg, rows.column_names or first_keys(rows), islice(rows, PEEK))
-    return Source(rows, columns, partial(arrow_row, columns.to_sample), drop_nulls, "row")
+    return Source(rows, columns, partial(arrow_row, columns.to_sample), drop_nulls)
 
 
 def first_keys(rows: Iterable[Row]) -> list[str]:

@@ -1,12 +1,10 @@
-"""Names of models, tokenizers and data sets: missing folders, near misses, and a hub that does not answer."""
+"""Names of models and tokenizers: missing folders, near misses, and folders without a model."""
 
 import httpx
 import huggingface_hub
 import pytest
 from fp8_suite.core.errors import UserError
-from fp8_suite.core.hub import RETRIES, require_folder, require_reachable_hub
-from fp8_suite.data.reading.sources import open_path_or_hub
-from fp8_suite.data.settings import DataConfig
+from fp8_suite.core.hub import require_folder
 from fp8_suite.te_models.spec import find_model
 from huggingface_hub.utils import _http
 
@@ -29,33 +27,6 @@ def requests(monkeypatch) -> list[str]:
 
 def spec(name: str, **options):
     return find_model(name, **{"init": "auto", "use_te": False} | options)
-
-
-@pytest.mark.parametrize("flag", ["--model_name", "--dataset_name"])
-def test_a_hub_out_of_reach_is_one_line_after_few_tries(requests, capfd, flag):
-    cfg = DataConfig(dataset_name="some/Name")
-    with pytest.raises(UserError, match=rf"^{flag} some/Name: .*out of reach \(Name or service not known\)"):
-        if flag == "--model_name":
-            spec("some/Name")
-        else:
-            open_path_or_hub(cfg, "train")
-    assert len(requests) == 1 + RETRIES and all("some/Name/" in url for url in requests)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_what_is_here_is_not_requested_and_a_hub_that_answers_is_used(requests, tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    require_reachable_hub(str(tmp_path), ("config.json",))
-    snapshot, refs = (tmp_path / "models--some--model" / name for name in ("snapshots/abc", "refs"))
-    snapshot.mkdir(parents=True)
-    refs.mkdir()
-    (snapshot / "config.json").write_text("{}")
-    (refs / "main").write_text("abc")
-    require_reachable_hub("some/model", ("other.json", "config.json"))
-    assert not requests
-    answers = httpx.MockTransport(lambda request: httpx.Response(503))
-    huggingface_hub.set_client_factory(lambda: httpx.Client(transport=answers))
-    require_reachable_hub("another/model", ("config.json",))
 
 
 @pytest.mark.parametrize(

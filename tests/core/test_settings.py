@@ -61,7 +61,7 @@ def test_an_unknown_word_is_answered_with_the_nearest(argv, nearest):
         ("--batch_size two", "must be a whole number or auto"),
         ("--gradient_accumulation_steps auto", "must be a whole number"),
         *((f"--{name} 1e10", "must be at most") for name in ("num_workers", "batch_size", "timeout_minutes")),
-        *(("--batch_size 0", "must be at least 1"), ("--learning_rate -1e-5", "must be above 0")),
+        *(("--batch_size 0", "must be at least 1"), ("--learning_rate=-1e-5", "must be above 0")),
         *(("--learning_rate 1e400", "must be a finite number"), ("--adam_beta1 1", "must be below 1")),
         ("--fp8_amax_history_len 2 --mixed_precision fp8", "applies to delayed, not to tensorwise"),
         ("--bf16_first_layers 1", "needs --mixed_precision fp8 (here bf16)"),

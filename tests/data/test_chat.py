@@ -278,6 +278,8 @@ def test_refused_conversation_is_a_bad_row_with_the_reason(demo):
     demo.chat_template += "{{ m['content'] }}<|eot_id|>{% endfor %}"
     crash = {"messages": [{**message, "calls": None} for message in CHAT]}
     assert "TypeError: object of type 'NoneType' has no len" in encoder(demo).draft(crash).reason
+    for part in ({"tools": ["search"]}, {"options": "think"}):
+        assert encoder(demo).draft({"messages": CHAT} | part).status == Status.BAD
 
 
 @pytest.mark.parametrize(

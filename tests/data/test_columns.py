@@ -178,9 +178,6 @@ def test_empty_tools_are_dropped(none):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"tools": ["search"]}, "its tools are not a list of tools"),
-        ({"tools": '{"a":' * 100_000 + "1" + "}" * 100_000}, "its tools are not a list of tools"),
-        ({"chat_template_kwargs": "think"}, "its chat_template_kwargs are not an object"),
         ({"history": "earlier"}, "its history is not a list of prompts"),
         ({"completion": [CHAT[1] | {"tool_calls": "search"}]}, "the tool calls of the assistant are not"),
         ({"system": ["a"]}, "the content of the system is of type list, not text"),

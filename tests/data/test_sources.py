@@ -157,7 +157,7 @@ def test_bad_rows_are_counted_and_the_first_is_reported(load, answers, streaming
     report = loaders.report
     counts = (report.rows, report.used, report.bad_rows, report.empty, report.overlong_dropped)
     assert counts == (13, 3, 7, 2, 1)
-    assert report.first_bad_row == "line 2: the content of the user is not UTF-8"
+    assert report.first_bad_row == "row 2: the content of the user is not UTF-8"
     used, _, dropped = report.lines()
     assert used.startswith("3 of 13 rows")
     scope = " in the stream's first window" * streaming
@@ -177,9 +177,7 @@ def test_blank_lines_are_not_rows(load, streaming):
 def test_bad_row_number_is_its_line_number(load, streaming):
     nine_rows = json_lines(PAIR) * 9 + b"\n"  # a blank line counts
     report = load(nine_rows + b"{cut\n" + json_lines(PAIR), streaming=streaming).report
-    assert report.first_bad_row == "line 11: not valid JSON"
-    several = load({"train.jsonl": json_lines(PAIR), "train_1.jsonl": b"{cut\n"}, streaming=streaming)
-    assert several.report.first_bad_row == "row 2: not valid JSON", "line numbers of two files differ"
+    assert report.first_bad_row == "row 11: not valid JSON"
 
 
 def test_stream_logs_later_bad_rows_on_rank_0(load, caplog, monkeypatch):
@@ -247,7 +245,7 @@ ERRORS = {
     "unknown split": (USABLE, {"split_name": "dev"}, "--split_name dev: no such split.*it has train$"),
     "empty file": (b"", {"name": "a.jsonl"}, "--dataset_name .*: cannot be read: a.jsonl is empty"),
     "parquet without rows": (without_rows("text"), {"name": "a.parquet"}, NO_ROWS),
-    "no usable rows": (json_lines({"text": ""}, {"text": 5}), {}, "no row .*1 empty, 1 bad: line 2: its"),
+    "no usable rows": (json_lines({"text": ""}, {"text": 5}), {}, "no row .*1 empty, 1 bad: row 2: its"),
     "all overlong": (json_lines(PAIR), {"max_seq_length": 8}, r"\(1 overlong\); raise --max_seq_length"),
     "all truncated before the answer": (
         json_lines(PAIR),

@@ -50,8 +50,7 @@ WAYS_OUT: tuple[Changes, ...] = (
     OFFLOADED_STATE | OFFLOADED_ACTIVATIONS,
 )
 CONTEXT_SIZES = (2, 4, 8)  # ranks that share a sequence, also without a change of numerics
-FACTORS = tuple(2**power for power in range(1, 11))  # more GPUs, or shorter sequences
-SHORTEST = 128  # tokens of a sequence that advice names
+FACTORS = (2, 4, 8, 16)  # more GPUs
 
 
 def refuse_misfit(sizing: Sizing) -> None:
@@ -88,7 +87,7 @@ def _shortage(sizing: Sizing) -> str:
 
 
 def way_out(sizing: Sizing) -> str:
-    """Return the first way out that fits: settings of the table, more GPUs, or shorter sequences."""
+    """Return the first way out that fits: settings of the table, or more GPUs."""
     for changes, gpus in _ways_out(sizing):
         candidate = resized(sizing, changes, gpus)
         if candidate and candidate.fits and fits_host(candidate.chosen):
@@ -98,26 +97,18 @@ def way_out(sizing: Sizing) -> str:
             if host := offloaded_bytes(candidate.chosen):
                 needed += f", and {host / 1e9:.0f} GB of host memory"
             return f"use {' with '.join(filter(None, [more, flags]))} ({needed})"
-    return "use a smaller model"
+    return "use a smaller model or a lower --max_seq_length"
 
 
 def _ways_out(sizing: Sizing) -> Iterator[tuple[Changes, int]]:
-    """Yield settings to change, and the number of GPUs."""
+    """Yield settings to change, and the number of GPUs: rows of the table, then more GPUs."""
     request, basis = sizing.requested, unchanged_numerics(sizing)
-
-    def more_gpus(factor: int) -> tuple[Changes, int]:
-        gpus = factor * request.gpus
-        batch = kept_global_batch(request.cfg, request.data_ranks)
+    yield from ((changes, request.gpus) for changes in ways_out(sizing))
+    for factor in FACTORS:
+        gpus, batch = factor * request.gpus, kept_global_batch(request.cfg, request.data_ranks)
         if total := batch["global_batch_size"]:
             batch["global_batch_size"] = max(gpus, total)
-        return basis | FULLY_SHARDED | batch, gpus
-
-    yield from ((changes, request.gpus) for changes in ways_out(sizing))
-    yield from map(more_gpus, FACTORS[:3])
-    for factor in FACTORS:
-        if (length := request.cfg.data.max_seq_length // factor) >= SHORTEST:
-            yield basis | {"max_seq_length": length}, request.gpus
-    yield from map(more_gpus, FACTORS[3:])
+        yield basis | FULLY_SHARDED | batch, gpus
 
 
 def ways_out(sizing: Sizing) -> list[Changes]:

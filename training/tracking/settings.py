@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from fp8_suite.core.errors import as_flag
 from fp8_suite.core.settings import Effect, Section, resumable
 
 service = partial(resumable, affects="nothing")
@@ -31,13 +30,3 @@ class LogConfig(Section):
     use_wandb: bool = service(False, "log to Weights & Biases")
     wandb_project: str = service("llm-fp8", "W&B project")
     wandb_run_name: str | None = service(None, "W&B run name; default: the run folder's name")
-
-    def unused_wandb_flags(self) -> str | None:
-        """Return a warning about W&B settings given without --use_wandb, or None."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("wandb_")}
-        changed = [
-            as_flag(name, value) for name, value in values.items() if value != getattr(LogConfig, name)
-        ]
-        if self.use_wandb or not changed:
-            return None
-        return f"{', '.join(changed)}: no effect without --use_wandb"

@@ -60,7 +60,6 @@ def followed(sizing: Sizing, text: str) -> Sizing | None:
         (150, (70.0, "fsdp_full", 64), AUTO | {"global_batch_size": 4096}, "use 512 GPUs ("),
         (110, (8.0, "fsdp_full", 8), CHECKPOINTED, "--gradient_accumulation_steps and --gradient_checkp"),
         (22, (), AUTO | {"lora_rank": 16, "use_te": True}, "use --fp8_weights ("),
-        (20, (1.2,), AUTO | {"max_seq_length": 524_288}, "use --max_seq_length"),
     ],
 )
 def test_the_first_way_out_of_the_table_fits_as_predicted(gb, where, settings, flags):
@@ -100,7 +99,7 @@ def test_given_sizes_are_warned_about_not_refused():
 
 
 def test_nothing_fits():
-    assert advice.way_out(sized(4, 70.0, "ddp", 8, **AUTO)) == "use a smaller model"
+    assert advice.way_out(sized(4, 70.0, "ddp", 8, **AUTO)).startswith("use a smaller model")
 
 
 # 10 bytes a parameter for each copy of the state: GB per node, of 100.
