@@ -1,4 +1,4 @@
-"""Atomic, crash-safe writes of files and folders."""
+"""Missing folders; atomic, crash-safe writes of files and folders."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fp8_suite.core.errors import UserError
+from fp8_suite.core.errors import UserError, bad_setting
 
 # Errors of a write.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def require_folder(flag: str, name: str) -> None:
+    """Raise UserError if the name is a path, so no hub id, and does not exist."""
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path and not os.path.exists(name):
+        raise bad_setting("there is no such folder; give one that exists, or a hub id", **{flag: name})
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from fp8_suite.data.loader import Loader
 from fp8_suite.data.order import BatchLayout, BatchShape, Stored, Stream
 from fp8_suite.data.packing import permutation
 from fp8_suite.data.reading.rows import Row, Status
-from fp8_suite.data.reading.sources import open_source
+from fp8_suite.data.reading.sources import choose_split, open_source, source_of_rows
 from fp8_suite.data.report import DataReport, report_on
 from fp8_suite.data.samples import Selection, Split
 from fp8_suite.data.settings import DataConfig
@@ -177,7 +177,8 @@ def check_splits(cfg: DataConfig) -> None:
 
 def open_split(cfg: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Split:
     if cfg.dataset_name == synthetic.NAME:
-        source = synthetic.open_synthetic(cfg, name, tokenizer)
+        choose_split(cfg, name, [cfg.split_name])
+        source = source_of_rows(cfg, synthetic.random_words(cfg, tokenizer))
     else:
         source = open_source(cfg, name)
     columns = source.columns

@@ -32,14 +32,13 @@ class DataReport:
     packing_efficiency: float  # tokens / (tokens + padding), 0 to 1
     columns: str  # columns and system prompt in use, and columns not used
     tokenizer: str
-    split_chats: int  # rows of one sample per answer, because the template renders earlier turns differently
     left_out: dict[str, int]  # part of an answer that the chat template leaves out -> number of rows
     fingerprint: str  # hash of the samples in order, the same on every machine
     first_bad_row: str | None  # number, starting at 1, and the reason
     streaming: bool
 
     def lines(self) -> list[str]:
-        """Return lines to print: rows used, columns, rows dropped, cut and split, parts left out.
+        """Return lines to print: rows used, columns, rows dropped and cut, parts left out.
 
         Above MAX_DROPPED of the rows, the line on dropped rows is a warning.
         """
@@ -52,9 +51,6 @@ class DataReport:
         lines = [used, f"columns: {self.columns}", *self._dropped(scope)]
         if self.overlong_truncated:
             lines.append(f"cut to --max_seq_length: {counted(self.overlong_truncated, 'row')}")
-        if self.split_chats:
-            reason = "the chat template renders earlier turns differently once later ones follow"
-            lines.append(f"split at answers, as {reason}: {counted(self.split_chats, 'row')}")
         if parts := [f"{part} in {counted(rows, 'row')}" for part, rows in self.left_out.items()]:
             template = f"the chat template of {self.tokenizer}"
             lines.append(f"WARNING: {template} leaves out of answers{scope}: {'; '.join(parts)}")
@@ -93,7 +89,6 @@ def report_on(split: Split, selection: Selection, source: Stored | Stream) -> Da
         packing_efficiency=tokens / max(source.padded_tokens, 1),
         columns=split.source.columns.shown,
         tokenizer=split.encoder.tokenizer.name_or_path,
-        split_chats=selection.split_chats,
         left_out=selection.left_out,
         fingerprint=selection.fingerprint,
         first_bad_row=split.describe_first_bad(selection),

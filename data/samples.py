@@ -76,7 +76,6 @@ class Selection:
     label_tokens: int
     fingerprint: str  # hash of the content
     first_bad_row: int | None  # number, starting at 0, of the first BAD row
-    split_chats: int  # rows of several samples, because their template renders earlier turns differently
     left_out: dict[str, int]  # part of an answer that the chat template leaves out -> number of rows
 
 
@@ -214,7 +213,6 @@ class Split:
             label_tokens,
             content.hexdigest(),
             first_bad_row,
-            split_chats=int((np.bincount(row[document]) > 1).sum()) if is_chat else 0,
             left_out=count_rows_by_part(column["left_out"].take(document), row[document]),
         )
 

@@ -11,7 +11,6 @@ from datasets import Dataset
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.data.chat import Encoder
 from fp8_suite.data.demo import read_demo
-from fp8_suite.data.reading.sources import Source, choose_split, source_of_rows
 from fp8_suite.data.settings import DataConfig
 from transformers import PreTrainedTokenizerBase
 
@@ -30,12 +29,6 @@ def with_rows(cfg: DataConfig, sequences: int = 1, steps: int | None = None) -> 
     most = max(1, MAX_TOKENS // (sequences * cfg.max_seq_length))
     rows = sequences * min(steps or most, most)  # whole steps: an epoch ends with a full one
     return replace(cfg, num_of_samples=cfg.num_of_samples or rows, streaming=False)
-
-
-def open_synthetic(cfg: DataConfig, split: str, tokenizer: PreTrainedTokenizerBase) -> Source:
-    """Open the only split, which has the name of --split_name."""
-    choose_split(cfg, split, [cfg.split_name])
-    return source_of_rows(cfg, random_words(cfg, tokenizer))
 
 
 def random_words(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:

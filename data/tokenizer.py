@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fp8_suite.core.errors import bad_setting, one_line
-from fp8_suite.core.hub import require_folder
+from fp8_suite.core.files import require_folder
 from fp8_suite.data.demo import TOKENIZER_DIR
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -80,8 +80,9 @@ def load_tokenizer(name: str, *, family: str, trust_remote_code: bool = False) -
         if isinstance(written, str) and token in written and getattr(tokenizer, token) is None:
             reason = f"has no {token}, which its chat template writes; is its tokenizer_config.json missing?"
             raise bad_setting(reason, tokenizer_name=name)
-    if isinstance(written, str) and adds_bos(tokenizer) and not writes_bos(written, tokenizer.bos_token):
-        tokenizer.chat_template = "{{ bos_token }}" + written  # at inference only the template adds BOS
+    if isinstance(written, str) and adds_bos(tokenizer):  # at inference only the template adds BOS
+        writes_bos = "bos_token" in written or tokenizer.bos_token in written
+        tokenizer.chat_template = written if writes_bos else "{{ bos_token }}" + written
     if tokenizer.pad_token is None:
         has_pad = template is not None and token_to_id(template.pad) is not None
         tokenizer.pad_token = template.pad if has_pad else tokenizer.eos_token
@@ -105,7 +106,3 @@ def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """True if the tokenizer adds BOS to every text."""
     bos = tokenizer.bos_token_id
     return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
-
-
-def writes_bos(template: str, bos: str) -> bool:
-    return "bos_token" in template or bos in template

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.core.errors import bad_setting
-from fp8_suite.core.hub import require_folder
+from fp8_suite.core.files import require_folder
 
 SIZES = "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"
 

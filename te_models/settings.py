@@ -42,7 +42,9 @@ class ModelConfig(Section):
     te_backend: Literal["auto", "native", "emulated"] = setting(
         "auto", "TE's CUDA kernels, or the same numerics in plain PyTorch; auto: native on a GPU"
     )
-    gradient_checkpointing: bool = resumable(False, "activation checkpointing; same as --recompute layer")
+    gradient_checkpointing: bool = resumable(
+        False, "activation checkpointing: --recompute layer, unless that is given"
+    )
     recompute: str = resumable(
         "none",
         "recompute in backward: cheap, mlp, layer, full, or LEVEL:N (first N layers); auto: least that fits",

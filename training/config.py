@@ -94,8 +94,6 @@ def data_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.generate_samples and (s.eval_samples == 0 or s.max_steps == 0 or not s.export):
         reason = "an exported model answers evaluation samples; drop it, or what excludes them"
         yield "generate_samples eval_samples max_steps export", reason
-    if s.export_dtype != "bf16" and not s.export:
-        yield "export_dtype export", "this run writes no export; drop one of the two"
 
 
 def optim_rules(s: Any) -> Iterator[tuple[str, str]]:
@@ -153,9 +151,6 @@ def model_rules(s: Any) -> Iterator[tuple[str, str]]:
     if "cheap" in named_levels(s.recompute) and not s.use_te:
         reason = "without --use_te, torch.compile decides which elementwise operations to recompute"
         yield "recompute", f"{reason}; add --use_te, or choose mlp"
-    if s.gradient_checkpointing and s.recompute not in ("none", "layer"):
-        reason = "the first means --recompute layer; drop it (--no_gradient_checkpointing overrides a file)"
-        yield "gradient_checkpointing recompute", reason
     recomputes = s.gradient_checkpointing or s.recompute != "none"
     if s.offload_activations and s.recompute == AUTO:
         reason = "auto cannot plan offloaded activations; give a level, or drop it"

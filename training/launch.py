@@ -14,8 +14,8 @@ from threading import Thread
 from typing import TYPE_CHECKING, NoReturn
 
 from fp8_suite.core.errors import UserError
+from fp8_suite.core.files import require_folder
 from fp8_suite.core.gpus import HOPPER, open_gpu
-from fp8_suite.core.hub import require_folder
 from fp8_suite.core.readers import UnreadableFile, read_json
 from fp8_suite.core.redact import redact
 from fp8_suite.data.reading.formats import named_file

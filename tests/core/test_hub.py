@@ -4,7 +4,7 @@ import httpx
 import huggingface_hub
 import pytest
 from fp8_suite.core.errors import UserError
-from fp8_suite.core.hub import require_folder
+from fp8_suite.core.files import require_folder
 from fp8_suite.te_models.spec import find_model
 from huggingface_hub.utils import _http
 

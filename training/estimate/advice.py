@@ -28,8 +28,7 @@ CLEARLY_ABOVE = 1.1
 Changes = dict[str, Any]  # values by setting
 SHARDING_LESS = ("ddp", "fsdp_grad", "hsdp")  # than fsdp_full
 FULLY_SHARDED: Changes = {"sharding_mode": "fsdp_full", "hsdp_shard_size": None, "fp8_weights": False}
-RECOMPUTED: Changes = {"recompute": "layer", "gradient_checkpointing": False}
-OFFLOADED_ACTIVATIONS: Changes = RECOMPUTED | {"offload_activations": True}
+OFFLOADED_ACTIVATIONS: Changes = {"recompute": "layer", "offload_activations": True}
 OFFLOADED_STATE: Changes = {"offload_optimizer": True, "moment_dtype": "fp8", "grad_reduce_dtype": "bf16"}
 # Settings that save memory and change numerics or need host memory. The first that fits is advised, on top
 # of `unchanged_numerics`. Settings that the run refuses are passed over.
@@ -132,7 +131,7 @@ def unchanged_numerics(sizing: Sizing) -> Changes:
         batch = kept_global_batch(cfg, sizing.requested.data_ranks) | {"batch_size": AUTO}
     if cfg.model.offload_activations:  # offloading needs a level
         return batch
-    return batch | {"recompute": AUTO, "gradient_checkpointing": False}
+    return batch | {"recompute": AUTO}
 
 
 def resized(sizing: Sizing, changes: Changes, gpus: int = 0) -> Sizing | None:

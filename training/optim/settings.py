@@ -96,13 +96,9 @@ def parse_batch_ramp(text: str) -> tuple[tuple[int, int], ...]:
         if tokens is None or start is None:
             example = "'4Mi:0 8Mi:252M' (units K, M, B, T, Ki, Mi)"
             raise bad_setting(f"cannot read {word!r}; give phases such as {example}", batch_ramp=text)
-        if not phases and start:
-            raise bad_setting(
-                f"starts at {start:,} tokens; write '{word.partition(':')[0]}:0'", batch_ramp=text
-            )
         before = phases[-1] if phases else (0, -1)
-        if tokens <= before[0] or start <= before[1]:
-            reason = f"{word!r} does not grow; give more tokens per step and a later start than before it"
+        if tokens <= before[0] or start <= before[1] or (start and not phases):
+            reason = f"{word!r}: the first phase starts at 0, later ones later and with more tokens per step"
             raise bad_setting(reason, batch_ramp=text)
         phases.append((tokens, start))
     return tuple(phases)

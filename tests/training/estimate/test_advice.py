@@ -58,7 +58,7 @@ def followed(sizing: Sizing, text: str) -> Sizing | None:
         (40, (8.0, "ddp", 8), AUTO | {"sharding_mode": "auto"}, "use --context_parallel_size 2 ("),
         (60, (70.0, "hsdp", 8), AUTO | HSDP, "64 without --hsdp_shard_size ("),
         (150, (70.0, "fsdp_full", 64), AUTO | {"global_batch_size": 4096}, "use 512 GPUs ("),
-        (110, (8.0, "fsdp_full", 8), CHECKPOINTED, "--gradient_accumulation_steps and --gradient_checkp"),
+        (110, (8.0, "fsdp_full", 8), CHECKPOINTED, "without --gradient_accumulation_steps ("),
         (22, (), AUTO | {"lora_rank": 16, "use_te": True}, "use --fp8_weights ("),
     ],
 )
