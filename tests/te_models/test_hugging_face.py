@@ -10,7 +10,6 @@ from fp8_suite.te_models import hugging_face
 from fp8_suite.te_models.build import build_model, export_tensors
 from fp8_suite.te_models.dependence import refuse_dependent_samples
 from fp8_suite.te_models.families import FAMILIES
-from fp8_suite.te_models.hugging_face import materialize, parameters_on_meta
 from fp8_suite.te_models.kernels.packed_attention import ATTENTION_NAME, packed_attention
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import ModelSpec, find_model
@@ -182,12 +181,6 @@ def test_damaged_weights_are_not_reported_as_leaking():
         refuse_dependent_samples(model.eval(), "a/b", packed=True, max_length=64)
 
 
-def test_blocks_are_decoder_layers_and_recompute_on_request():
-    plain, recomputing = build("llama"), build("llama", recompute="plain")
-    assert [type(block).__name__ for block in plain.blocks] == ["LlamaDecoderLayer"] * 2
-    assert [m.model.is_gradient_checkpointing for m in (plain, recomputing)] == [False, True]
-
-
 @pytest.mark.parametrize("model_type", WITH_IMAGES)
 def test_the_text_of_a_model_with_images_is_trained_and_exported(model_type, tmp_path):
     """Its image encoder has more layers than its decoder, and gets no gradient."""
@@ -214,25 +207,6 @@ def test_blocks_are_layers_even_if_experts_outnumber_them():
     inner = torch.nn.Module()
     inner.config, inner.layers = SimpleNamespace(model_type="x"), torch.nn.ModuleList([layer(), layer()])
     assert hugging_face.HFCausalLM(inner).blocks == list(inner.layers)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_parameters_on_meta_have_no_storage_until_materialized(tied):
-    config = AutoConfig.for_model("llama", **TINY, tie_word_embeddings=tied)
-    reference = AutoModelForCausalLM.from_config(config)
-    with parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config)
-    parameters = dict(model.named_parameters())
-    assert parameters.keys() == dict(reference.named_parameters()).keys()
-    assert all(p.is_meta and p.requires_grad for p in parameters.values())
-    buffers = dict(model.named_buffers())
-    assert buffers and all(torch.equal(b, buffers[name]) for name, b in reference.named_buffers())
-    materialize(model, torch.device("cpu"))
-    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    model.load_state_dict(reference.state_dict())
-    ids = torch.arange(3, 12)[None]
-    assert torch.equal(model(ids).logits, reference(ids).logits)
 
 
 def test_router_loss_is_added_in_training_as_in_transformers():

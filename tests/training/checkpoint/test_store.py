@@ -20,7 +20,7 @@ from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.training.checkpoint import index, store
 from fp8_suite.training.checkpoint.manifest import DamagedCheckpoint
 from fp8_suite.training.checkpoint.resume import eval_losses
-from fp8_suite.training.checkpoint.staging import Stager, Unstaged
+from fp8_suite.training.checkpoint.staging import Stager
 from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.optim.adamw import local
 from torch.distributed.device_mesh import init_device_mesh
@@ -364,14 +364,6 @@ def test_a_save_in_the_background_holds_the_state_at_its_begin(tmp_path, monkeyp
     assert index_of(checkpoints)["eval_losses"] == {"2": 0.5}
 
 
-def test_a_state_that_is_a_copy_already_is_saved_without_warnings(tmp_path):
-    checkpoints = save_steps(tmp_path, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        path = checkpoints.start_save(2, filled(2), {}, Unstaged()).finish()
-    assert holds(checkpoints, path, 2)
-
-
 def test_a_write_error_in_the_background_is_raised_when_the_save_is_finished(tmp_path):
     checkpoints, message = save_steps(tmp_path, 1), "step_000002: cannot write this .*to resume"
     with disk_that_takes(450):
@@ -458,16 +450,6 @@ def bytes_read(work: Callable[[], None]) -> float:
     before = so_far()
     work()
     return (so_far() - before) / 2**24
-
-
-def test_a_load_reads_every_file_once(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_last=1)
-    checkpoints.file_bytes = 2**22
-    path = checkpoints.save(1, MEGABYTES, {})
-    for names in (MEGABYTES.keys(), ["weight.3"], []):  # others are verified too
-        target = empty_like({name: MEGABYTES[name] for name in names})
-        assert bytes_read(lambda target=target: checkpoints.load(path, target)) == pytest.approx(1, rel=0.02)
-        assert all(torch.equal(target[name], MEGABYTES[name]) for name in names)
 
 
 def count_reads(rank: int, folder: Path) -> None:
