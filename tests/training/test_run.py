@@ -28,7 +28,6 @@ from fp8_suite.core.errors import (
 from fp8_suite.data.chat import Encoder
 from fp8_suite.te_models import build
 from fp8_suite.training import outcome, trainer
-from fp8_suite.training.checkpoint import progress
 from fp8_suite.training.checkpoint.resume import count_steps
 from fp8_suite.training.config import config_from_dict, parse_config
 from fp8_suite.training.optim import loss_scale
@@ -349,39 +348,6 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_repeated(tmp_path, monkey
     assert {int(step): loss for step, loss in index["eval_losses"].items()} == evaluations
     best = record(tmp_path, "summary.json")["best_eval_loss"]
     assert best == index["best_eval_loss"] == min(evaluations.values())
-
-
-def test_the_time_of_a_launch_that_died_counts_once(tmp_path, monkeypatch):
-    folder, flags = tmp_path / "run", "--max_steps 4 --save_interval 2 --no_export"
-    step = trainer.Trainer._before_step
-
-    def step_or_die(self, *arguments):
-        if self.progress.step == 3:
-            raise KeyError("no such column")
-        return step(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(progress, "WRITE_INTERVAL_SECONDS", 0.0)
-        patch.setattr(trainer.Trainer, "_before_step", step_or_die)
-        with pytest.raises(KeyError):
-            train(folder, flags)
-    kept = record(folder, "wall_time.json")
-    at_step_2 = record(folder, "checkpoints/step_000002/meta.json")["progress"]
-    assert kept["node_seconds"] == kept["wall_seconds"] > at_step_2["wall_seconds"], "step 3 counts"
-    repeated = sum(kept["seconds_by_kind"][kind] for kind in ("steps", "data")) - sum(
-        at_step_2["seconds_by_kind"][kind] for kind in ("steps", "data")
-    )
-    kept["seconds_by_kind"]["other"] += 1000.0 - kept["wall_seconds"]
-    (folder / "wall_time.json").write_text(json.dumps(kept | {"wall_seconds": 1000.0}))
-    began = time.perf_counter()
-    train(folder, flags)
-    summary = record(folder, "summary.json")
-    assert 1000 < summary["runtime_seconds"] < 1000 + time.perf_counter() - began
-    assert 0 < repeated == pytest.approx(summary["wall_seconds_by_kind"]["lost"])
-    assert sum(summary["wall_seconds_by_kind"].values()) == pytest.approx(summary["runtime_seconds"])
-    shutil.rmtree(folder / "checkpoints")
-    train(folder, flags)  # another run in place of a finished one
-    assert record(folder, "summary.json")["runtime_seconds"] < 1000
 
 
 @pytest.mark.parametrize("name", ["settings.json", "samples.txt"])

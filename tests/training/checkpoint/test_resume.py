@@ -20,7 +20,6 @@ from fp8_suite.training.config import Config, config_from_dict
 from fp8_suite.training.optim import optimizer
 from fp8_suite.training.outcome import report_failure
 
-from tests.training.test_run import curve as losses
 from tests.training.test_run import record, train
 
 
@@ -107,19 +106,6 @@ def test_on_one_rank_an_exchange_in_fp8_resumes_as_bf16():
     for refused in (("fp8", 2, "bf16", 2), ("fp8", 2, "fp32", 1), ("fp32", 1, "bf16", 1)):
         with pytest.raises(UserError, match="saved with other settings"):
             resume(*refused)
-
-
-def test_a_rollback_killed_before_its_first_save_is_resumed_from_there(folder, monkeypatch, capsys):
-    def killed(self):
-        raise KeyboardInterrupt
-
-    resume = f"--resume {folder}/checkpoints/step_000002"
-    with monkeypatch.context() as patch:
-        patch.setattr(finish.Trainer, "train", killed)
-        train(folder, f"--max_steps 6 {resume}", code=130)
-    train(folder, "--max_steps 6")
-    assert "step_000002 at step 2" in capsys.readouterr().out
-    assert sorted(losses(folder)) == list(range(1, 7))
 
 
 def test_changed_evaluation_data_discards_earlier_losses_with_a_warning(folder, capsys):

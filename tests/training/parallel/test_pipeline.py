@@ -1,22 +1,11 @@
 """Whole runs with pipeline parallelism over gloo on the CPU, with emulated TE layers, against one rank."""
 
-from dataclasses import replace
-from itertools import chain
-
 import pytest
-import torch.distributed as dist
 from fp8_suite.core.errors import UserError
-from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import config_from_dict
-from fp8_suite.training.estimate.activations import between_stages
 from fp8_suite.training.estimate.layout import Layout, check_pipeline
-from fp8_suite.training.estimate.setup import ModelSize, rank_setups
-from fp8_suite.training.parallel.pipeline import Pipeline
-from torch.distributed.pipelining import PipelineStage
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.children import preload
-from tests.training.estimate.setups import setup_of
 from tests.training.parallel import jobs
 from tests.training.parallel.jobs import checkpoint, curve, exported, refused, same_bits, saved, start, train
 from tests.training.parallel.sums_in_gemms import sum_in_gemms
@@ -173,60 +162,3 @@ def test_a_ramp_that_starts_with_too_few_micro_batches_is_named():
 def test_too_few_micro_batches_are_one_line_on_all_ranks(tmp_path):
     error = refused(start(tmp_path / "run", f"{TE} bf16 --gradient_accumulation_steps 1 {PP}"))
     assert "--gradient_accumulation_steps 2" in error
-
-
-def print_tensors_between_stages(rank: int) -> None:
-    """Print after each step the bytes of receive buffers, and those sent and alive before each backward.
-
-    Of interleaved stages, those that a GPU keeps: NCCL drops what it has sent, Gloo keeps it for the step.
-    """
-    sent, alive, stages = [], [], {}
-
-    def collect(stage, *args, build=PipelineStage.__init__, **kwargs):
-        build(stage, *args, **kwargs)
-        stages[stage.stage_index] = stage
-
-    def record_sent(op, tensor, *args, create=dist.P2POp, **kwargs):
-        if op is dist.isend:
-            sent.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
-        return create(op, tensor, *args, **kwargs)
-
-    def count_and_run(*args, run=PipelineStage.backward_one_chunk, **kwargs):
-        outputs = chain(*(stage.fwd_cache.values() for stage in stages.values() if not stage.is_last))
-        by_gpu = sum(output.nbytes for (output,), _ in outputs)
-        alive.append(by_gpu if len(stages) > 1 else sum(n for storage, n in sent if not storage.expired()))
-        run(*args, **kwargs)
-
-    def train_and_print(pipeline, *args, train=Pipeline.train_on):
-        sent.clear(), alive.clear()
-        result = train(pipeline, *args)
-        held = stages.values()
-        infos = [[*stage.args_recv_info.values(), *stage.grad_recv_info.values()] for stage in held]
-        received = sum(info.buffer.nbytes for info in chain(*chain(*infos)) if info.buffer is not None)
-        print("between stages:", rank, received, *alive, flush=True)
-        return result
-
-    dist.P2POp, Pipeline.train_on = record_sent, train_and_print
-    PipelineStage.__init__, PipelineStage.backward_one_chunk = collect, count_and_run
-
-
-@pytest.mark.parametrize(
-    ("layout", "in_flight", "inputs"),  # by rank: micro-batches of stages in flight; of them, received inputs
-    [(Layout(pp=3), (3, 2, 1), (0, 2, 1)), (Layout(pp=2, virtual=2), (5, 3), (2, 3))],
-)
-def test_memory_between_stages_is_what_torch_keeps(layout, in_flight, inputs, untied, tmp_path):
-    settings = layout.flags | {"batch_size": 1, "gradient_accumulation_steps": 6, "max_seq_length": 128}
-    flags = f"{TE} bf16 --max_steps 2 --no_export {untied} "
-    flags += " ".join(f"--{name} {value}" for name, value in settings.items())
-    job = train(tmp_path / "run", flags, ranks=layout.pp, patch=print_tensors_between_stages)
-    lines = {line for line in job.printed().splitlines() if line.startswith("between stages:")}
-    model = ModelSize(10**6, ModelShape(128, 5, 4, 2, 64, 256, 2048))
-    ranks = rank_setups(replace(setup_of(mode="ddp", gpus=layout.pp, **settings), model=model))
-    tensor = 2 * 128 * 128
-    for rank, line in zip(ranks, sorted(lines), strict=True):  # both steps print the same
-        received, *alive = map(int, line.split()[3:])
-        counted, is_interleaved = tensor * inputs[rank.stage], layout.virtual > 1
-        gradient = tensor * (rank.stage > 0 or is_interleaved)
-        kept = alive[-in_flight[rank.stage]] + gradient * is_interleaved
-        assert between_stages(rank) == received + kept - counted
-        assert between_stages(rank, at_end=True) == received + alive[-1] * (not is_interleaved) + gradient
