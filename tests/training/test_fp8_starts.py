@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.fp8_checkpoints import assert_exact_masters, fine_grained, power_of_two, save_fp8
+from tests.training.conftest import HALF
 from tests.training.parallel.jobs import curve, record
 from tests.training.test_run import train as train_small
 
@@ -27,7 +28,7 @@ LAYERS = "--use_te --te_backend emulated --mixed_precision fp8 --fp8_scenario cu
 def test_a_run_from_fp8_equals_one_from_the_dequantized_weights(layers, tmp_path, capsys):
     pytest.importorskip("accelerate")
     model, plain = tmp_path / "fp8", tmp_path / "plain"
-    save_fp8(model, fine_grained(), scale=torch.bfloat16)
+    save_fp8(model, fine_grained(), scale=torch.bfloat16, **HALF)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)  # dequantized on a CPU
     loaded.config.save_pretrained(plain)
     save_file(
@@ -47,7 +48,7 @@ def test_a_run_from_fp8_equals_one_from_the_dequantized_weights(layers, tmp_path
 @pytest.mark.parametrize("layers", LAYERS, ids=["te", "hf"])
 def test_masters_in_a_checkpoint_are_exact(layers, tmp_path):
     """A learning rate this small changes no bit, of zeros either."""
-    save_fp8(tmp_path / "fp8", fine_grained())
+    save_fp8(tmp_path / "fp8", fine_grained(), **HALF)
     flags = f"{layers} --max_steps 1 --save_interval 1 --learning_rate 1e-300 --save_checkpoints --no_export"
     flags = flags.replace("--no_use_te", "--no_use_te --mixed_precision bf16")
     run = train(tmp_path / "run", tmp_path / "fp8", flags)
@@ -68,7 +69,7 @@ BF16 = "--no_use_te --mixed_precision bf16"
 )
 def test_small_updates_of_fp8_weights_reach_the_fp8_export(layers, learning_rate, tmp_path):
     """Steps this small move no weight from the middle of its rounding interval to the next one."""
-    tensors = save_fp8(tmp_path / "fp8", fine_grained(), rule=power_of_two)
+    tensors = save_fp8(tmp_path / "fp8", fine_grained(), rule=power_of_two, **HALF)
     for rate, moves in (("1e-300", False), (learning_rate, True)):
         run = train(tmp_path / rate, tmp_path / "fp8", f"{layers} {FP8_EXPORT} --learning_rate {rate}")
         exported = load_file(run / "export_fp8" / "model.safetensors")
@@ -90,6 +91,6 @@ def test_small_updates_of_fp8_weights_reach_the_fp8_export(layers, learning_rate
     ],
 )
 def test_fp8_weights_are_dithered_where_they_are_trained_and_cast_again(flags, dithered, tmp_path):
-    save_fp8(tmp_path / "fp8", fine_grained(), rule=power_of_two)
+    save_fp8(tmp_path / "fp8", fine_grained(), rule=power_of_two, **HALF)
     flags = f"--model_name {tmp_path}/fp8 --tokenizer_name demo {flags}".split()
     assert resolve(parse_config(flags, prog="test", description="test")).model.dithers == dithered

@@ -1,4 +1,4 @@
-"""Layers and sizes of parallel layouts. `tests/benchmarks/test_plan.py` compares memory and time with runs."""
+"""Sizes of parallel layouts, and memory that recorded runs (`tests/benchmarks/test_plan.py`) do not show."""
 
 import pytest
 from fp8_suite.core.errors import UserError
