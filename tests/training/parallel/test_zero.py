@@ -20,7 +20,7 @@ from fp8_suite.training.parallel.zero_settings import CONFIGS, merge_settings
 from fp8_suite.training.trainer import Trainer
 
 from tests import children
-from tests.training.parallel.jobs import checkpoint, same_bits, saved, summary, train
+from tests.training.parallel.jobs import checkpoint, record, same_bits, saved, summary, train
 from tests.training.parallel.test_multi_gpu import same_run, spoil_two_steps
 
 installed = importlib.util.find_spec("deepspeed") is not None
@@ -83,15 +83,17 @@ def test_state_moves_between_modes_and_ranks_bit_for_bit(precision, small, tmp_p
     """Resume at the end of a run, without further steps."""
     flags = f"{small()} --mixed_precision {precision} --max_steps 2 --no_export --save_interval 2"
     folder = train(tmp_path / "run", f"{flags} --batch_size 3 --sharding_mode fsdp_full").folder
-    expected = saved(folder, 2)
-    modes = [*(f"--sharding_mode {mode}" for mode in MODES), small_buckets(tmp_path, 3)]
+    expected, eval_loss = saved(folder, 2), summary(folder)["eval_loss"]
+    modes = [*(f"--sharding_mode {mode}" for mode in MODES), small_buckets(tmp_path, 3), ""]
     for number, mode in enumerate(modes):
-        ranks = 2 + number % 2
+        ranks = 2 + number % 2 if mode else 1
         again = f"{flags} {mode} --batch_size {6 // ranks} --resume {checkpoint(folder, 2)}"
         folder = train(tmp_path / str(number), again, ranks=ranks).folder
         assert same_bits(saved(folder, 2), expected), mode
-    one = train(tmp_path / "one", f"{flags} --batch_size 6 --resume {checkpoint(folder, 2)}", ranks=1).folder
-    assert same_bits(saved(one, 2), expected)
+        assert summary(folder)["eval_loss"] == pytest.approx(eval_loss, rel=1e-3), (
+            "the model has these weights"
+        )
+        assert record(checkpoint(folder, 2), "meta.json")["optimizer_steps"] == 2
 
 
 def merge(folder: Path, **settings):
