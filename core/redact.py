@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 TOKENS = (
@@ -20,8 +19,6 @@ TOKENS = (
 PASSWORD_NAME = re.compile(r"(SECRET|PASSWORD|PASSWD|PASSPHRASE)S?\d*(_|$)", re.IGNORECASE)
 KEY_NAME = re.compile(r"(KEY|TOKEN|CREDENTIAL)S?\d*(_|$)", re.IGNORECASE)
 WORD = re.compile(r"[a-z]+(_[a-z]+)*|\d{1,12}")  # such as a column's name
-# owner/name; a key in base64 may have a slash, but none of -._
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]*[-._][\w.-]*")
 LONGEST_WORD = 20  # characters
 
 
@@ -38,22 +35,15 @@ def redact(text: str) -> str:
 def is_secret(name: str, value: str) -> bool:
     """True if an environment variable holds a secret, by its name and value.
 
-    A value under 8 characters is a switch, and a path is no secret. A key or token whose value is a short
-    word or a hub id configures something: SORT_KEY=question.
+    A value under 8 characters is a switch, and a file is no secret. A key or token whose value is a short
+    word configures something: SORT_KEY=question.
     """
-    if len(value) < 8 or _is_path(value):
+    if len(value) < 8 or os.path.exists(value):
         return False
     if PASSWORD_NAME.search(name):
         return True
-    word = len(value) <= LONGEST_WORD and WORD.fullmatch(value)
-    return bool(KEY_NAME.search(name)) and not (word or HUB_ID.fullmatch(value))
-
-
-def _is_path(value: str) -> bool:
-    """True for a path, existing or not; a key in base64 may begin with a slash, but with no folder's name."""
-    if value.startswith(("./", "../", "~/")) or os.path.exists(value):
-        return True
-    return value.startswith("/") and value.count("/") > 1 and Path(*Path(value).parts[:2]).exists()
+    is_word = len(value) <= LONGEST_WORD and WORD.fullmatch(value)
+    return bool(KEY_NAME.search(name)) and not is_word
 
 
 def redacted(values: dict[str, Any]) -> dict[str, Any]:

@@ -222,16 +222,12 @@ def require_usable(split: Split, selection: Selection, **flag: str | None) -> No
     """Raise UserError if no selected row is usable."""
     if len(selection.samples):
         return
-    cfg = split.cfg
     counts = {status: int(n) for status, n in zip(Status, selection.counts, strict=True) if n}
     reasons = ", ".join(f"{n} {status.name.lower().replace('_', ' ')}" for status, n in counts.items())
     if Status.BAD in counts:
         reasons += f": {split.describe_first_bad(selection)}"
-    # Truncation may cut the whole answer.
-    too_short = Status.WITHOUT_LABEL if cfg.overlong == "truncate" else Status.OVERLONG
-    way_out = "raise --max_seq_length" if too_short in counts else "check the data and its columns"
-    reason = f"no row of --dataset_name {cfg.dataset_name} can be used ({reasons or 'it is empty'})"
-    raise bad_setting(f"{reason}; {way_out}", **flag)
+    reason = f"no row of --dataset_name {split.cfg.dataset_name} can be used ({reasons or 'it is empty'})"
+    raise bad_setting(f"{reason}; check the data and its columns, or raise --max_seq_length", **flag)
 
 
 def require_full_step(source: Stored | Stream) -> None:

@@ -7,6 +7,7 @@ loss on prompts are applied later, so one cache serves every seed, length and ba
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import signal
 import threading
@@ -29,9 +30,8 @@ from fp8_suite.data import chat, packing, rendering
 from fp8_suite.data.chat import COLUMNS, Encoder
 from fp8_suite.data.collate import Sample
 from fp8_suite.data.reading import columns, rows
-from fp8_suite.data.reading.cache import cache_folder, delete_truncated, storage_error
 from fp8_suite.data.reading.rows import Row, Status
-from fp8_suite.data.reading.sources import Source, explaining_read_errors
+from fp8_suite.data.reading.sources import Source, cache_folder, explaining_read_errors, storage_error
 from fp8_suite.data.settings import DataConfig
 from multiprocess import parent_process
 from multiprocess.util import register_after_fork
@@ -39,6 +39,9 @@ from multiprocess.util import register_after_fork
 CODE = (chat, columns, rendering, rows)  # modules that determine the tokens of a row
 ROWS_PER_PROCESS = 1000  # with fewer rows, starting a process takes longer than it saves
 PARENT_CHECK_SECONDS = 0.5
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of a complete Arrow stream
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,6 +226,17 @@ class Split:
         rows = self.source.rows
         row = rows[number] if isinstance(rows, Dataset) else next(islice(rows, number, None))
         return f"row {number + 1}: {self.encoder.draft(row).reason}"
+
+
+def delete_truncated(folder: Path) -> None:
+    """Delete truncated Arrow files: a file cut at a batch boundary would load without an error."""
+    for path in folder.glob("*.arrow"):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - len(END_OF_STREAM)))
+            is_whole = file.read() == END_OF_STREAM
+        if not is_whole:
+            logger.warning("%s: truncated, deleting it; its rows are tokenized again", path)
+            path.unlink(missing_ok=True)
 
 
 def arrays(column: pa.ChunkedArray) -> list[np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from textwrap import shorten
 from typing import NamedTuple
 
 from fp8_suite.core.errors import bad_setting
@@ -81,8 +82,7 @@ def find_columns(cfg: DataConfig, names: list[str], examples: Iterable[Row]) -> 
 
 def shown_system(system: str, columns: list[str]) -> str:
     """Describe the system prompt: that of a row's own columns, else `system`."""
-    line = " ".join(system.split())
-    default = f'system prompt "{line[:MAX_SHOWN]}{"..." * (len(line) > MAX_SHOWN)}"'
+    default = f'system prompt "{shorten(system, MAX_SHOWN)}"'
     if columns:
         return f", system prompt of {' or '.join(columns)}" + f", else {default}" * bool(system)
     return f", {default}" if system else ", no system prompt"

@@ -106,8 +106,8 @@ def message(turn: Row) -> Row:
         converted["content"] = "".join(part["text"] for part in parts)
     if calls := from_json(converted.pop(CALLS, None)):
         converted["content"] = converted.get("content") or ""  # messages with calls may have no content
-        listed = as_objects(calls)
-        converted[CALLS] = calls if listed is None else [with_parsed_arguments(call) for call in listed]
+        calls = [calls] if isinstance(calls, dict) else calls
+        converted[CALLS] = list(map(with_parsed_arguments, calls)) if is_objects(calls) else calls
     return converted
 
 
@@ -129,12 +129,6 @@ def from_json(value: Any) -> Any:
 def is_objects(value: Any) -> bool:
     """True for a list of JSON objects, such as messages, tools or calls."""
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
-
-def as_objects(value: Any) -> list[Row] | None:
-    """Return a list of objects as is, a single object as a list, and None for anything else."""
-    listed = [value] if isinstance(value, dict) else value
-    return listed if is_objects(listed) else None
 
 
 def passages(value: Any) -> list[str]:

@@ -16,9 +16,9 @@ from typing import Any
 
 import datasets
 from datasets import Dataset, IterableDataset
-from fp8_suite.core.errors import UserError, bad_setting, one_line, raise_interrupt
+from fp8_suite.core.errors import UserError, bad_setting, causes, one_line, raise_interrupt
+from fp8_suite.core.files import DISK_FULL, NOT_WRITABLE
 from fp8_suite.data import demo as demo_set
-from fp8_suite.data.reading.cache import storage_error
 from fp8_suite.data.reading.columns import Columns, choose_columns
 from fp8_suite.data.reading.formats import (
     FORMATS,
@@ -31,6 +31,7 @@ from fp8_suite.data.reading.formats import (
 )
 from fp8_suite.data.reading.rows import Row, arrow_row, drop_nulls, json_line, parse_line
 from fp8_suite.data.settings import DataConfig
+from huggingface_hub.constants import HF_HUB_CACHE
 
 SAVED = ("dataset_dict.json", "state.json")  # files that `save_to_disk` writes
 PEEK = 100  # rows searched for column names if no schema lists them
@@ -160,6 +161,27 @@ def explaining_read_errors(cfg: DataConfig) -> Iterator[None]:
     except Exception as error:
         raise_interrupt(error)
         raise storage_error(error) or unreadable(cfg, error) from error
+
+
+def cache_folder() -> Path:
+    return Path(datasets.config.HF_DATASETS_CACHE)
+
+
+def storage_error(error: BaseException) -> UserError | None:
+    """Return a UserError if the cause is a full disk or a read-only cache; None for other errors."""
+    folder = cache_folder()
+    for origin in causes(error):
+        if not isinstance(origin, OSError):
+            continue
+        reason = f"{origin.filename or folder}: {origin.strerror}"
+        if origin.errno in DISK_FULL:
+            return UserError(
+                f"{reason}; free disk space, or set HF_DATASETS_CACHE (now {folder}) and, for downloads, "
+                f"HF_HUB_CACHE (now {HF_HUB_CACHE}) to folders with more space"
+            )
+        if origin.errno in NOT_WRITABLE and str(folder) in str(origin.filename):
+            return UserError(f"{reason}; set HF_DATASETS_CACHE to a writable folder")
+    return None
 
 
 def unreadable(cfg: DataConfig, error: Exception) -> UserError:

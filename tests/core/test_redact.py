@@ -42,9 +42,7 @@ SHOWN = {
     "TOKENIZER_NAME": "my-tokenizer",
     "KEY_FIELD": "question",
     "SORT_KEY": "problem_text",
-    "SSH_KEY": "/tmp/keys/id_ed25519",
-    "TOKEN_FILE": "/run/secrets/hf",
-    "MODEL_KEY": "meta-llama/Llama-3.2-1B",
+    "SSH_KEY": __file__,
     "MAX_TOKENS": "1048576000",
     "KEYBOARD_LAYOUT": "qwerty-us",
 }

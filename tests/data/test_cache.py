@@ -10,7 +10,7 @@ from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter, SchemaInferenceError
 from datasets.packaged_modules.text.text import Text
 from fp8_suite.core.errors import UserError
-from fp8_suite.data.reading.cache import NOT_WRITABLE
+from fp8_suite.core.files import NOT_WRITABLE
 from fp8_suite.data.reading.sources import open_path_or_hub
 from fp8_suite.data.settings import DataConfig
 
