@@ -35,14 +35,11 @@ def find_targets(names: list[str], given: dict[str, Any]) -> list[Target]:
     targets: list[Target] = []
     for name in names:
         path = Path(name).expanduser()
-        is_model = not path.is_dir() or (path / "config.json").exists()
-        runs = [] if is_model else find_runs(path)
-        targets += [target for run in runs for target in _exports(run, given)]
-        if is_model:
+        if path.is_dir() and not (path / "config.json").exists():
+            targets += [target for run in find_runs(path) for target in _exports(run, given)]
+        else:
             require_model(name, "pretrained")
             targets.append(Target(str(path) if path.exists() else name, Config()))
-        elif not runs:
-            raise bad_input(f"{name}: no run folder and no model (no settings.json, no config.json)")
     of_runs = [target for target in targets if target.run]
     first = of_runs[0] if of_runs else Target("", config_from_dict(given))
     for target in of_runs:
@@ -66,11 +63,11 @@ def _choosing_rows(target: Target) -> dict[str, Any]:
 
 def _exports(run: Path, given: dict[str, Any]) -> list[Target]:
     """Return a run's exports. UserError if it has none."""
+    table, record = all_settings(), read_run(run)
     exports = sorted(file.parent for file in run.glob("export*/config.json"))
     if not exports:
         way = f"python train_fp8.py --config {run}/settings.json --export"
         raise bad_input(f"{run}: has no export; make it: {way}")
-    table, record = all_settings(), read_run(run)
     names = [name for name in table if table[name].section == "data"] + ["seed", "trust_remote_code"]
     cfg = config_from_dict({name: record.setting(name) for name in names} | given)
     held_out = not OTHER_ROWS & given.keys()

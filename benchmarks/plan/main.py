@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from fp8_suite.benchmarks.launch.variants import parse_flags
 from fp8_suite.benchmarks.plan.layouts import best_layouts, layout_flags, layouts_table
@@ -61,9 +62,21 @@ def run(argv: list[str]) -> str:
         args.disk_gb_per_second = DISK_GBS
     if args.best_layout or auto_sizes(cfg):
         return _best_layouts(cfg, gpu, args)
-    plans, refused = _make_plans(cfg, gpu, args)
+    cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
+
+    def plan_for(gpus: int) -> Plan:
+        plan = make_plan(cfg, gpu, gpus=gpus, **cluster, disk_gbs=args.disk_gb_per_second)
+        micro_batches, layers = plan.setup.batches.micro_batches(0), plan.setup.model.shape.num_layers
+        check_pipeline(plan.setup.layout, layers, micro_batches, cfg.optim.batch_ramp)
+        if (names := auto_settings(cfg)) and _exceeds_counts(plan):  # training refuses it too
+            raise bad_setting(f"{UNCOMPILED}; give a value", **dict.fromkeys(names, AUTO))
+        return plan
+
+    by_gpus, errors = _for_each(args.gpus, plan_for)
+    plans = list(by_gpus.values())
     tables = _tables(plans, args.tokens, args.price_per_gpu_hour)
     choices = [f"\n{_gpus(plan)}: {plan.sizing.describe()}" for plan in plans if plan.sizing.is_choice]
+    refused = [f"\n{counted(gpus, 'GPU')}: {error}" for gpus, error in errors.items()]
     hosts = [f"\n{_gpus(plan)}: {memory}." for plan in plans if (memory := _host_memory(plan))]
     advice = [_advice(plan) for plan in plans if auto_settings(cfg) or not plan.fits or _exceeds_counts(plan)]
     notes = [*choices, *refused, *hosts, *filter(None, advice)]
@@ -72,39 +85,27 @@ def run(argv: list[str]) -> str:
 
 def _best_layouts(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> str:
     """Return tables of the fastest layouts by number of GPUs, and of the fastest one's parts."""
-    tables, fastest = [], []
     cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
-    for gpus in args.gpus:
-        tables.append(f"{counted(gpus, 'GPU')}:")
-        try:
-            plans = best_layouts(cfg, gpu, gpus=gpus, **cluster)
-        except UserError as error:
-            if gpus == args.gpus[-1] and not fastest:
-                raise
-            tables.append(str(error))
-            continue
-        fastest.append(plans[0])
-        tables += [layouts_table(plans), f"Fastest: {layout_flags(plans[0])}"]
-    return "\n".join(["\n\n".join(tables), "", *_tables(fastest, args.tokens, args.price_per_gpu_hour)])
+    plans, errors = _for_each(args.gpus, lambda gpus: best_layouts(cfg, gpu, gpus=gpus, **cluster))
+    texts = {gpus: [str(error)] for gpus, error in errors.items()}
+    for gpus, layouts in plans.items():
+        texts[gpus] = [layouts_table(layouts), f"Fastest: {layout_flags(layouts[0])}"]
+    tables = "\n\n".join("\n\n".join([f"{counted(gpus, 'GPU')}:", *texts[gpus]]) for gpus in args.gpus)
+    fastest = [layouts[0] for layouts in plans.values()]
+    return "\n".join([tables, "", *_tables(fastest, args.tokens, args.price_per_gpu_hour)])
 
 
-def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[Plan], list[str]]:
-    """Return the plans, and notes on numbers of GPUs that these settings exclude."""
-    plans, refused = [], []
-    for gpus in args.gpus:
+def _for_each(numbers: list[int], work: Callable[[int], Any]) -> tuple[dict[int, Any], dict[int, UserError]]:
+    """Return the results of `work` by number of GPUs, and the errors of the others. UserError if all fail."""
+    results, errors = {}, {}
+    for gpus in numbers:
         try:
-            cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
-            plan = make_plan(cfg, gpu, gpus=gpus, **cluster, disk_gbs=args.disk_gb_per_second)
-            micro_batches, layers = plan.setup.batches.micro_batches(0), plan.setup.model.shape.num_layers
-            check_pipeline(plan.setup.layout, layers, micro_batches, cfg.optim.batch_ramp)
-            if (names := auto_settings(cfg)) and _exceeds_counts(plan):  # training refuses it too
-                raise bad_setting(f"{UNCOMPILED}; give a value", **dict.fromkeys(names, AUTO))
-            plans.append(plan)
+            results[gpus] = work(gpus)
         except UserError as error:
-            if gpus == args.gpus[-1] and not plans:
-                raise
-            refused.append(f"\n{counted(gpus, 'GPU')}: {error}")
-    return plans, refused
+            errors[gpus] = error
+    if not results:
+        raise errors[numbers[-1]]
+    return results, errors
 
 
 def _gpus(plan: Plan) -> str:

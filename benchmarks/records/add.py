@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     named = "name of a model that was trained from a folder"
     parser.add_argument("--model_name", metavar="NAME", help=named)
     args = parser.parse_args(argv)
-    folders = [path for folder in args.runs for path in find_runs(folder) or [folder]]
+    folders = [path for folder in args.runs for path in find_runs(folder)]
     add_runs(folders, args.study, args.table, model_name=args.model_name)
     print(f"added {counted(len(folders), 'run')} to study {args.study} in {args.table}")
     return 0

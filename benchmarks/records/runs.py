@@ -196,11 +196,11 @@ class RunRecord:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return [folder] if it is a run folder, else all run folders below it."""
+    """Return all run folders below a folder, or [folder] if there is none or it is one itself."""
     if settings_path(folder).exists():
         return [folder]
     folders = [path.parent for path in folder.rglob("metrics.jsonl")]
-    return sorted(path for path in folders if settings_path(path).exists())
+    return sorted(path for path in folders if settings_path(path).exists()) or [folder]
 
 
 def read_run(folder: Path) -> RunRecord:

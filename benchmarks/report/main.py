@@ -72,7 +72,7 @@ def upload(folder: Path, cfg: LogConfig, config: dict[str, Any] | None = None) -
 
 def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecord], RunRecord]:
     """Read the runs in the folders. Returns all runs, the reference included, and the reference."""
-    paths = [path for folder in folders for path in find_runs(folder) or [folder]]
+    paths = [path for folder in folders for path in find_runs(folder)]
     runs = {path.resolve(): read_run(path) for path in [*paths, *([reference] if reference else [])]}
     records = list(runs.values())
     return records, runs[reference.resolve()] if reference else pick_reference(records)

@@ -242,7 +242,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
     ("argv", "error"),
     [
         ("{tmp}/nothing --dataset_name demo", "{tmp}/nothing: there is no such folder"),
-        ("{run} {tmp}", "{tmp}: no run folder and no model"),
+        ("{run} {tmp}", "{tmp}: not a run folder (it has no settings.json)"),
         ("{run}-bare", "{run}-bare: has no export; make it: python train_fp8.py --config {run}-bare/"),
         ("{run} {parent}", "{run}-bare: has no export"),
         ("{base}", "--tasks loss,exact_match: no run is given; add --dataset_name"),
