@@ -8,7 +8,6 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 
 from fp8_suite.benchmarks.records.runs import DEFAULT, EFFECTS, RunRecord, Series
-from fp8_suite.benchmarks.report.tables import labels
 from fp8_suite.training.config import all_settings
 from fp8_suite.training.tracking.metrics import tail_mean
 
@@ -164,24 +163,3 @@ def window_gaps(run: RunRecord, baseline: RunRecord, windows: int) -> dict[tuple
             mean, base = (fmean(curve[inside]) for curve in curves)
             gaps[before + 1, end] = mean / base - 1
     return gaps
-
-
-def pair_runs(
-    runs: list[RunRecord], reference: RunRecord
-) -> tuple[list[tuple[RunRecord, RunRecord]], dict[str, str]]:
-    """Pair every run with the repetition of the reference with its seed, or else with the reference.
-
-    Returns (run, baseline) of all comparable runs, and by label why the others are not comparable.
-    """
-    pairs, left_out = [], {}
-    by_seed = seed_runs(runs, reference)
-    for run, label in labels(runs).items():
-        if run is reference:
-            continue
-        same_seed = by_seed.get(run.setting("seed"), reference)
-        baseline = reference if same_seed is run else same_seed
-        if reason := why_not_comparable(run, baseline):
-            left_out[label] = reason
-        else:
-            pairs.append((run, baseline))
-    return pairs, left_out

@@ -218,24 +218,28 @@ class Verdict:
 
 
 def judge_runs(runs: list[RunRecord], reference: RunRecord) -> Verdict:
-    """Judge every comparable run over all seeds that it shares with its baseline.
+    """Judge every comparable run over all seeds that it shares with the reference.
 
-    The answer is that of the runs with several seeds.
+    Without such a seed, a run is compared with the reference itself. The answer is that of the runs with
+    several seeds.
     """
-    results: list[Result] = []
-    names = labels(runs)
-    pairs, left_out = gaps.pair_runs(runs, reference)
-    for run, baseline in pairs:
-        if any(gaps.repeats(run, first) for first in (reference, *(result.run for result in results))):
-            continue
-        by_seed: dict[int, Pair] = {}
-        for record, against in pairs:
-            seed, same = record.setting("seed"), record is run or gaps.repeats(record, run)
-            if same and seed == against.setting("seed"):
-                by_seed.setdefault(seed, (record, against))
-        of_run = list(by_seed.values()) or [(run, baseline)]
-        first, base = of_run[0]
-        results.append(judge_pairs(of_run, MAX_LOSS_GAP, names[first], names[base]))
+    names, baselines = labels(runs), gaps.seed_runs(runs, reference)
+    groups: dict[RunRecord, dict[int, Pair]] = {}  # first run of each setting -> its pairs by seed
+    left_out: dict[str, str] = {}
+    for run in (run for run in runs if run is not reference):
+        seed = run.setting("seed")
+        baseline = baselines.get(seed, reference)
+        if reason := gaps.why_not_comparable(run, baseline):
+            left_out[names[run]] = reason
+        elif not gaps.repeats(run, reference):
+            first = next((first for first in groups if gaps.repeats(run, first)), run)
+            groups.setdefault(first, {}).setdefault(seed, (run, baseline))
+    results = []
+    for first, by_seed in groups.items():
+        pairs = [pair for seed, pair in by_seed.items() if seed in baselines]
+        pairs = pairs or [by_seed[first.setting("seed")]]
+        run, baseline = pairs[0]
+        results.append(judge_pairs(pairs, MAX_LOSS_GAP, names[run], names[baseline]))
     notes = [f"{line.name}, {line.loss}: {line.judgement.describe()}" for line in lines_of(results)]
     return Verdict(reference, results, answer(with_seeds(results)), notes, left_out)
 

@@ -99,8 +99,9 @@ def test_gaps_are_to_the_reference_with_the_run_s_seed(tmp_path):
     warmer = trained(tmp_path / "e", [9.0, 9.0, 9.0], seed=3, learning_rate=1.0)  # another setting
     diverged = trained(tmp_path / "f", [4.0, 2.0, math.nan], seed=4)
     runs = [reference, twin, fp8, second, warmer, diverged]
-    baselines = [reference, reference, twin, reference, reference]
-    assert gaps.pair_runs(runs, reference) == (list(zip(runs[1:], baselines, strict=True)), {})
+    verdict = judge_runs(runs, reference)
+    pairs = [result.pairs for result in verdict.results]
+    assert pairs == [[(fp8, reference), (second, twin)], [(warmer, reference)]] and verdict.left_out == {}
     assert list(gaps.seed_runs(runs, reference).values()) == [reference, twin]
     assert gaps.loss_gap(fp8, reference) == [(10, 0.0), (20, pytest.approx(0.05)), (30, pytest.approx(0.02))]
     assert gaps.final_gap(fp8, reference) == pytest.approx(0.02), "of step 30, which both have"
@@ -121,7 +122,7 @@ def test_losses_of_another_task_are_not_compared(tmp_path, losses, changes, reas
     environment = {"data": {"train": {"fingerprint": "1f"}}}
     reference = trained(tmp_path / "a", [2.0], environment=environment)
     run = trained(tmp_path / "b", losses, **changes)
-    _, left_out = gaps.pair_runs([reference, run], reference)
+    left_out = judge_runs([reference, run], reference).left_out
     assert list(left_out) == (["b"] if reason else []) and left_out.get("b", "").startswith(reason or "")
 
 
