@@ -231,9 +231,9 @@ def judge_runs(runs: list[RunRecord], reference: RunRecord) -> Verdict:
         baseline = baselines.get(seed, reference)
         if reason := gaps.why_not_comparable(run, baseline):
             left_out[names[run]] = reason
-        elif not gaps.repeats(run, reference):
-            first = next((first for first in groups if gaps.repeats(run, first)), run)
-            groups.setdefault(first, {}).setdefault(seed, (run, baseline))
+        elif baselines.get(seed, run) is not run or not gaps.repeats(run, reference):
+            first = next((f for f in groups if seed not in groups[f] and gaps.repeats(run, f)), run)
+            groups.setdefault(first, {})[seed] = run, baseline
     results = []
     for first, by_seed in groups.items():
         pairs = [pair for seed, pair in by_seed.items() if seed in baselines]

@@ -125,3 +125,16 @@ def test_runs_are_paired_by_seed_and_setting(tmp_path):
     assert [line.loss for line in judge.lines_of(results)] == ["training", "evaluation"] * 2
     assert verdict.answer.startswith("FAIL for block-1: mean gap +1.00 % over 2 seeds")
     assert "block-scales-2, training: gap +5.00 % with one seed, which does not decide" in verdict.notes[2]
+
+
+def test_two_starts_with_equal_settings_are_not_mixed(tmp_path):
+    losses = {"bf16": 2.0, "near": 2.02, "far": 2.2}
+    recipes = {"bf16": "bf16", "near": "block", "far": "block"}
+    runs = [
+        trained(tmp_path / f"{name}-{seed}", [losses[name] * seed], recipes[name], seed=seed)
+        for name in losses
+        for seed in (1, 2)
+    ]
+    results = judge.judge_runs(runs, runs[0]).results
+    gaps = {result.name: result.training.gaps for result in results}
+    assert gaps == {"near-1": pytest.approx((1.0, 1.0)), "far-1": pytest.approx((10.0, 10.0))}
