@@ -17,7 +17,7 @@ from fp8_suite.benchmarks.records.evaluation import Result, write_results
 from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.report.tables import Columns, Table, make_table, markdown
 from fp8_suite.core.cli import add_number, add_setting, as_command, command_parser
-from fp8_suite.core.errors import UserError, bad_setting, one_line, without_flag
+from fp8_suite.core.errors import bad_setting, without_flag
 from fp8_suite.core.files import replace_file
 from fp8_suite.core.redact import redact
 from fp8_suite.training.config import all_settings
@@ -64,18 +64,14 @@ def main(argv: list[str]) -> int:
     manager = find_tasks(tasks, args.include_path) if tasks else None
     if args.output_dir:
         args.output_dir.mkdir(parents=True, exist_ok=True)
-    import torch
-    from fp8_suite.benchmarks.evaluate.measure import measure
+    from fp8_suite.benchmarks.evaluate.measure import measure  # imports torch
 
     results: list[Result] = []
     answers: list[dict[str, Any]] = []
     by_run: dict[Path, list[Result]] = {}
     for number, target in enumerate(targets, 1):
         print(f"[{number}/{len(targets)}] {target.path}", flush=True)
-        try:
-            measured, cases = measure(target, measures, tasks, manager, args)
-        except torch.OutOfMemoryError as error:
-            raise UserError(f"{target.path}: out of GPU memory: {one_line(error)}") from None
+        measured, cases = measure(target, measures, tasks, manager, args)
         results, answers = results + measured, answers + cases
         if target.run:
             of_run = by_run[target.run] = by_run.get(target.run, []) + measured

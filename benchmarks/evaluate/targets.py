@@ -46,8 +46,7 @@ def find_targets(names: list[str], given: dict[str, Any]) -> list[Target]:
         here, there = _choosing_rows(first), _choosing_rows(target)
         if names := [name for name in here if here[name] != there.get(name)]:
             flags = ", ".join(f"--{name}" for name in names)
-            way = "give these flags" if set(names) <= set(DATA) else "evaluate each alone"
-            way = "give --eval_split" if names == ["num_of_samples"] else way
+            way = "evaluate each alone, or give the same data to both"
             raise bad_input(f"{first.run} and {target.run} have different data ({flags}); {way}")
     return [t if t.run else replace(t, cfg=first.cfg, held_out=first.held_out) for t in targets]
 

@@ -29,7 +29,6 @@ STYLE = {
     "svg.hashsalt": "report",
 }
 LABEL_WIDTH = 44  # characters per line of a label
-FEW = 10  # curves with fewer points get markers
 
 FP8_METRIC = re.compile(r"fp8/(?:.*\.)?layers\.(\d+)\.(.+)/(activation|weight|gradient)/(\w+)")
 SHARES = ("underflow", "overflow")  # drawn on a linear colour scale, other statistics on a logarithmic one
@@ -68,18 +67,13 @@ def draw_all(runs: list[RunRecord], results: list[Result]) -> dict[str, Drawn]:
 
 
 def style(number: int) -> dict[str, Any]:
-    """Return colour and dashes of a curve."""
+    """Return colour, dashes and markers of a curve: a single point has no line."""
     dashes = DASHES[number // len(PALETTE) % len(DASHES)]
-    return {"color": PALETTE[number % len(PALETTE)], "linestyle": dashes}
+    return {"color": PALETTE[number % len(PALETTE)], "linestyle": dashes, "marker": ".", "markersize": 3}
 
 
 def _plot(axes: Axes, series: Series, *form: str, **options: Any) -> None:
     axes.plot([x for x, _ in series], [y for _, y in series], *form, **options)
-
-
-def _markers(series: Series) -> dict[str, Any]:
-    """Return markers for a curve of few points, because a single point has no line."""
-    return {"marker": "s", "markersize": 4} if len(series) < FEW else {}
 
 
 def _step_axes(names: list[str], title: str) -> tuple[Figure, Axes]:
@@ -166,7 +160,7 @@ def draw_losses(runs: list[RunRecord]) -> Figure:
         train, evaluation = run.series("train/loss"), run.series("eval/loss")
         if train:
             _plot(axes, train, color=style(i)["color"], alpha=0.25, linewidth=1)
-            _plot(axes, [*smoothed(run).items()], **style(i), **_markers(train), label=name)
+            _plot(axes, [*smoothed(run).items()], **style(i), label=name)
         if evaluation:
             label = None if train else name
             _plot(axes, evaluation, "o", color=style(i)["color"], markersize=5, label=label)
@@ -182,7 +176,7 @@ def draw_gap(runs: list[RunRecord], results: list[Result]) -> Figure:
     axes.axhline(0.0, color="black", linewidth=1)
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         if run in baselines and (gap := loss_gap(run, baselines[run])):
-            _plot(axes, gap, **style(i), **_markers(gap), label=name)
+            _plot(axes, gap, **style(i), label=name)
             settled += [value for _, value in gap[len(gap) // 10 :]]
     low, *_, high = quantiles(settled * 2, n=100)
     margin = 0.3 * (high - low) or 1e-4  # the axis clips spikes

@@ -231,7 +231,7 @@ def judge_runs(runs: list[RunRecord], reference: RunRecord) -> Verdict:
         baseline = baselines.get(seed, reference)
         if reason := gaps.why_not_comparable(run, baseline):
             left_out[names[run]] = reason
-        elif baselines.get(seed, run) is not run or not gaps.repeats(run, reference):
+        elif baselines.get(seed, run) is not run or not gaps.repeats(run, reference):  # no baseline itself
             first = next((f for f in groups if seed not in groups[f] and gaps.repeats(run, f)), run)
             groups.setdefault(first, {})[seed] = run, baseline
     results = []

@@ -10,7 +10,6 @@ import yaml
 from fp8_suite.benchmarks.launch import grid
 from fp8_suite.benchmarks.launch.grid import GridRun
 from fp8_suite.benchmarks.plan.predict import make_plan
-from fp8_suite.benchmarks.records.runs import read_run
 from fp8_suite.benchmarks.sweep import build_grid, main, read_axes, read_sweep
 from fp8_suite.core.gpus import PLANNED
 from fp8_suite.core.packages import ROOT
@@ -113,19 +112,6 @@ def test_shipped_sweeps_of_large_models_fit_with_4_gb_to_spare(name, gpu, tmp_pa
     assert not [
         run.name for run in shipped(name, tmp_path) if not make_plan(run.cfg, smaller, gpus=run.gpus).fits
     ]
-
-
-def test_synthetic_rows_fill_every_sequence(tmp_path, monkeypatch):
-    base = {"dataset_name": "synthetic", "tokenizer_name": "demo", "batch_size": 2, "num_workers": 0}
-    base |= {"num_proc": 1, "eval_samples": 0, "export": False, "save_checkpoints": False, "max_steps": 3}
-    base |= {"log_interval": 1}
-    file = write(tmp_path / "grid.yaml", {"grid": {"sequence_length": [32, 128]}, "base": base})
-    monkeypatch.setattr(grid, "launch", launch_here)
-    assert main([str(file), "--output_dir", str(tmp_path / "out")]) == 0
-    for length in (32, 128):
-        run = read_run(tmp_path / f"out/runs/seq{length}")
-        assert run.config["max_seq_length"] == length
-        assert run.summary["tokens_per_second"] == run.summary["padded_tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize(
