@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import sys
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_INTERRUPTED, UserError, bad_setting
-from fp8_suite.core.settings import Setting, check_bounds, nearest, split_hint
+from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_INTERRUPTED, UserError
+from fp8_suite.core.settings import Setting, check_bounds, convert, nearest, split_hint
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -94,13 +93,10 @@ def add_number(
     `bounds` are those of a setting.
     """
 
-    def convert(word: str) -> float:
-        check_bounds(name, value := kind(word), bounds or {"minimum": 1})
-        if math.isinf(value):
-            raise bad_setting("must be finite", **{name: word})
+    def parse(word: str) -> float:
+        check_bounds(name, value := convert(name, word, kind), bounds or {"minimum": 1})
         return value
 
-    convert.__name__ = kind.__name__  # which argparse names in errors
     shown = text if default is None else f"{text} (default: {default:g})"
     metavar = "N" if kind is int else "X"
-    parser.add_argument(f"--{name}", type=convert, default=default, metavar=metavar, help=shown)
+    parser.add_argument(f"--{name}", type=parse, default=default, metavar=metavar, help=shown)
