@@ -89,7 +89,8 @@ def main(argv: list[str]) -> int:
     for name in (f"run-{number}" for number in range(1, arguments.repeats + 1)):
         cfg = config_from_dict(settings | {"output_dir": str(folder / name)})
         runs.append(GridRun(name=name, cfg=cfg, gpus=arguments.gpus))
-    return sweep.conclude(runs, train_all(runs, folder, lambda run, failures: None), folder)
+    failures = train_all(runs, folder, lambda run, failures: "an earlier run failed" if failures else None)
+    return sweep.conclude(runs, failures, folder)
 
 
 if __name__ == "__main__":
