@@ -49,8 +49,8 @@ def loss_in_transformers(folder: Path, flags: str) -> float:
 
 
 @pytest.mark.parametrize("layers", [BLOCK, "--mixed_precision bf16"])
-def test_losses_in_the_summary_are_those_of_the_files(layers, tmp_path, capsys):
-    run = train(tmp_path / "run", f"{FLAGS} both {layers}")
+def test_losses_in_the_summary_are_those_of_the_files(layers, small, tmp_path, capsys):
+    run = train(tmp_path / "run", f"{small()} {FLAGS} both {layers}")
     values, printed = summary(run), capsys.readouterr().out
     for dtype, name in {"bf16": "export", "fp8": "export_fp8"}.items():
         loss = values[f"export_loss_{dtype}"]
@@ -61,9 +61,9 @@ def test_losses_in_the_summary_are_those_of_the_files(layers, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
-def test_the_final_weights_are_also_evaluated_in_bf16(recipe, tmp_path):
+def test_the_final_weights_are_also_evaluated_in_bf16(recipe, small, tmp_path):
     fp8, rows = BLOCK.replace("block", recipe), "--eval_split test"
-    values = summary(train(tmp_path / "run", f"{FLAGS} both {fp8} {rows}"))
+    values = summary(train(tmp_path / "run", f"{small()} {FLAGS} both {fp8} {rows}"))
     bf16 = f"--use_te --te_backend emulated --mixed_precision bf16 --model_name {tmp_path / 'run/export'}"
     flags = f"{FLAGS} bf16 {bf16} {rows} --init pretrained --max_steps 0"
     again = summary(train(tmp_path / "bf16", flags))["eval_loss"]
@@ -74,8 +74,8 @@ def test_the_final_weights_are_also_evaluated_in_bf16(recipe, tmp_path):
 @pytest.mark.parametrize(
     "flags", [f"fp8 {BLOCK} --fp8_lm_head", "bf16 " + BLOCK, "fp8 --mixed_precision bf16"]
 )
-def test_no_bf16_loss_of_a_model_with_fixed_fp8_parts_or_none(flags, tmp_path):
-    assert "eval_loss_bf16" not in summary(train(tmp_path / "run", f"{FLAGS} {flags}"))
+def test_no_bf16_loss_of_a_model_with_fixed_fp8_parts_or_none(flags, small, tmp_path):
+    assert "eval_loss_bf16" not in summary(train(tmp_path / "run", f"{small()} {FLAGS} {flags}"))
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama"])
@@ -121,8 +121,10 @@ def test_exported_weights_are_the_operands_of_training(name, tmp_path, monkeypat
                     assert difference.max() <= (expected.abs().max() * tolerance if mixed else 0)
 
 
-def test_modules_that_trained_in_bf16_stay_in_bf16(tmp_path):
-    run = train(tmp_path / "run", f"{FLAGS} fp8 {BLOCK} --precision_map layers.1.self_attention=bf16")
+def test_modules_that_trained_in_bf16_stay_in_bf16(small, tmp_path):
+    run = train(
+        tmp_path / "run", f"{small()} {FLAGS} fp8 {BLOCK} --precision_map layers.1.self_attention=bf16"
+    )
     stored = load_file(run / "export_fp8/model.safetensors")
     kept = {k for k, t in stored.items() if ".layers." in k and t.ndim == 2 and t.dtype == torch.bfloat16}
     assert kept == {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkvo"}
@@ -130,8 +132,8 @@ def test_modules_that_trained_in_bf16_stay_in_bf16(tmp_path):
     assert {name.removesuffix(".weight") for name in kept} < {*listed}
 
 
-def test_a_finished_run_exports_and_evaluates_only_what_is_missing(tmp_path, capsys):
-    flags = FLAGS.replace("--no_save_checkpoints ", "")
+def test_a_finished_run_exports_and_evaluates_only_what_is_missing(small, tmp_path, capsys):
+    flags = f"{small()} {FLAGS}".replace("--no_save_checkpoints ", "")
     run = train(tmp_path / "run", f"{flags} bf16")
     assert "export_loss_bf16" not in summary(run)
     train(run, f"{flags} both")
