@@ -1,4 +1,4 @@
-"""FP8 casts against values computed by hand, a search over all FP8 numbers, and torchao."""
+"""FP8 casts against values computed by hand and torchao."""
 
 import math
 
@@ -10,35 +10,10 @@ from fp8_suite.te_models.emulation.casts import E4M3, E5M2, amax_of, saturate, s
 INF, NAN, FLOAT32_MAX = float("inf"), float("nan"), torch.finfo(torch.float32).max
 
 
-def finite_values(dtype: torch.dtype) -> torch.Tensor:
-    """All finite values of an FP8 format in ascending order, computed from sign, exponent and mantissa."""
-    exponent_bits, mantissa_bits, bias = (4, 3, 7) if dtype == E4M3 else (5, 2, 15)
-    values = set()
-    for code in range(128):
-        exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
-        top = exponent == (1 << exponent_bits) - 1
-        if top and (dtype == E5M2 or mantissa == (1 << mantissa_bits) - 1):
-            continue  # skip infinity and NaN
-        fraction = mantissa / (1 << mantissa_bits)
-        value = (1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias)
-        values |= {value, -value}
-    return torch.tensor(sorted(values), dtype=torch.float64)
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_casts_round_to_nearest_even_and_saturate(dtype):
-    known = finite_values(dtype)
-    assert known.max() == {E4M3: 448, E5M2: 57344}[dtype] and len(known) == {E4M3: 253, E5M2: 247}[dtype]
-    middles = (known[1:] + known[:-1]) / 2  # all exact in float32
-    nudged = [middles.float().nextafter(torch.tensor(towards)) for towards in (-INF, INF)]
-    x = torch.cat([known.float(), middles.float(), *nudged, known.float() * 1.01])
-    clamped = x.double().clamp(known[0], known[-1])
-    distance = (known[None] - clamped[:, None]).abs()
-    rounded = saturate(x, dtype).float().double()
-    assert torch.equal((rounded - clamped).abs(), distance.amin(1))
-    assert (saturate(middles.float(), dtype).view(torch.uint8) % 2 == 0).all()
-    beyond = saturate(torch.tensor([1e9, -INF, INF, NAN]), dtype).float()
-    assert beyond[:3].tolist() == [known[-1], known[0], known[-1]] and beyond[3].isnan()
+@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])
+def test_casts_saturate_and_keep_nan(dtype, largest):
+    rounded = saturate(torch.tensor([1e9, -INF, INF, largest * 1.01, NAN]), dtype).float()
+    assert rounded[:4].tolist() == [largest, -largest, largest, largest] and rounded[4].isnan()
 
 
 def test_scales_and_amaxes_by_hand():

@@ -9,9 +9,8 @@ from fp8_suite.te_models.decoder import layer_settings
 from fp8_suite.te_models.emulation import TransformerLayer, autocast
 from fp8_suite.te_models.emulation.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8_suite.te_models.kernels import loss_fp8
-from fp8_suite.te_models.kernels.loss import IGNORE, linear_cross_entropy
+from fp8_suite.te_models.kernels.loss import IGNORE
 from fp8_suite.te_models.kernels.loss_fp8 import cast, linear_cross_entropy_fp8
-from fp8_suite.te_models.parallel.sequence_parallel import gather_tokens
 from fp8_suite.te_models.parallel.tensor_parallel import SPLIT, Region, TensorParallel
 from torch import Tensor, nn
 
@@ -107,30 +106,6 @@ def compare_layer(rank: int, name: str, packed: bool) -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_ranks_that_share_a_layer_compute_what_one_does(packed, tmp_path):
     run_ranks(compare_layers, tmp_path, packed)
-
-
-def compare_losses(rank: int, folder: Path) -> None:
-    torch.manual_seed(0)
-    tensor, vocabulary, tokens = TensorParallel(dist.group.WORLD), 64, 48
-    embedding = nn.Embedding(vocabulary, D)
-    ids, labels = torch.randint(vocabulary, (2, tokens)).unbind()
-    labels[::3] = IGNORE
-    weight = embedding.weight
-    expected = linear_cross_entropy(embedding(ids), weight, labels)
-    expected.loss.backward()
-    part = nn.Embedding.from_pretrained(weight.detach().chunk(2)[rank].clone(), freeze=False)
-    hidden = tensor.embed(part, ids)
-    assert torch.equal(hidden, embedding(ids).chunk(2)[rank])
-    actual = tensor.token_loss(hidden, part.weight, labels)
-    actual.loss.backward()
-    torch.testing.assert_close(actual.loss, expected.loss)
-    assert actual.correct == expected.correct > 0
-    torch.testing.assert_close(part.weight.grad, weight.grad.chunk(2)[rank])
-    assert torch.equal(gather_tokens(hidden.detach(), tensor.group), embedding(ids))
-
-
-def test_ranks_that_share_a_vocabulary_have_the_loss_of_one(tmp_path):
-    run_ranks(compare_losses, tmp_path)
 
 
 def compare_fp8_heads(rank: int, folder: Path) -> None:

@@ -44,12 +44,6 @@ def test_memory_is_locked_beside_its_uses_and_released_with_its_last_tensor(lock
     assert not locked
 
 
-def test_zeros_are_returned_locked(locked):
-    zeros = pinned.pinned(SIZE)
-    assert locked == {zeros.data_ptr(): SIZE}
-    assert zeros.dtype == torch.uint8 and not zeros.any()
-
-
 def test_a_forked_process_does_not_have_the_memory(locked):
     """Otherwise the parent's next write would get a copy of the page, and the GPU would read the old one."""
     memory = pinned.pinned(SIZE)

@@ -191,6 +191,8 @@ def models(tmp_path_factory) -> Path:
 def test_any_architecture_trains_about_as_in_bf16(model_type, recipe, fp8, models, tmp_path):
     flags = f"--model_name {models / model_type} --max_steps 4 --no_export --no_save_checkpoints"
     reference = losses(train(tmp_path / "bf16", f"{flags} --mixed_precision bf16"))
+    rates = record(tmp_path / "bf16", "summary.json")
+    assert ("model_tflops_per_gpu" in rates) == (model_type == "llama"), "FLOPs of other families are unknown"
     folder = train(tmp_path / recipe, f"{flags} --mixed_precision fp8 --fp8_scenario {recipe}")
     recorded = record(folder, "env.json")
     assert (recorded["recipe"], recorded["emulated"]) == (recipe, True)
