@@ -173,22 +173,6 @@ def adamw(model: torch.nn.Module) -> MasterAdamW:
     return optimizer
 
 
-def test_masters_of_bf16_weights_are_exact(tmp_path):
-    """BF16 holds 8 bits of a product of 4 and 24 bits; the masters' low halves hold the others."""
-    save_fp8(tmp_path, fine_grained())
-    expected = read_by_library(tmp_path, fine_grained(), torch.float32)
-    for use_te in (True, False):
-        model = build_model(
-            find(tmp_path, use_te), options(use_te, torch.bfloat16, split_master=split_master)
-        )
-        optimizer = adamw(model)
-
-        def masters(parameters, optimizer=optimizer):
-            return [merge_master(p, state_of(optimizer, p)["master_param"]) for p in parameters]
-
-        assert_same(export_tensors(model, masters), expected)
-
-
 def test_experts_are_dequantized_before_transformers_merges_them(tmp_path):
     sizes = {"num_local_experts": 4, "model_type": "mixtral"}
     save_fp8(tmp_path, fine_grained(), scale=torch.bfloat16, **sizes)

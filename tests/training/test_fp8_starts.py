@@ -1,18 +1,16 @@
 """Whole runs that start from FP8 weights."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from fp8_suite.training.config import parse_config
 from fp8_suite.training.resolve import resolve
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 from tests.fp8_checkpoints import assert_exact_masters, fine_grained, power_of_two, save_fp8
 from tests.training.conftest import HALF
-from tests.training.parallel.jobs import curve, record
+from tests.training.parallel.jobs import record
 from tests.training.test_run import train as train_small
 
 
@@ -22,27 +20,6 @@ def train(folder: Path, model: Path, flags: str) -> Path:
 
 
 LAYERS = "--use_te --te_backend emulated --mixed_precision fp8 --fp8_scenario current", "--no_use_te"
-
-
-@pytest.mark.parametrize("layers", LAYERS, ids=["te", "hf"])
-def test_a_run_from_fp8_equals_one_from_the_dequantized_weights(layers, tmp_path, capsys):
-    pytest.importorskip("accelerate")
-    model, plain = tmp_path / "fp8", tmp_path / "plain"
-    save_fp8(model, fine_grained(), scale=torch.bfloat16, **HALF)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)  # dequantized on a CPU
-    loaded.config.save_pretrained(plain)
-    save_file(
-        {name: p.detach().clone() for name, p in loaded.named_parameters()}, plain / "model.safetensors"
-    )
-    runs = [train(tmp_path / f"run-{path.name}", path, layers) for path in (model, plain)]
-    assert "dequantizes 21 tensors" in capsys.readouterr().out
-    assert curve(runs[0]) == curve(runs[1]) and len(curve(runs[0])) == 3
-    expected = "21 tensors (fp8)"
-    for file in ("env.json", "summary.json"):
-        assert [record(run, file)["dequantized_weights"] for run in runs] == [expected, None]
-    exports = [load_file(run / "export" / "model.safetensors") for run in runs]
-    assert all(torch.equal(exports[0][name], exports[1][name]) for name in exports[1])
-    assert "quantization_config" not in json.loads((runs[0] / "export" / "config.json").read_text())
 
 
 @pytest.mark.parametrize("layers", LAYERS, ids=["te", "hf"])
@@ -73,6 +50,8 @@ def test_small_updates_of_fp8_weights_reach_the_fp8_export(layers, learning_rate
     for rate, moves in (("1e-300", False), (learning_rate, True)):
         run = train(tmp_path / rate, tmp_path / "fp8", f"{layers} {FP8_EXPORT} --learning_rate {rate}")
         exported = load_file(run / "export_fp8" / "model.safetensors")
+        for file in ("env.json", "summary.json"):
+            assert record(run, file)["dequantized_weights"].startswith("21 tensors (fp8)")
         names = [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]
         values = [(tensors[name].float(), exported[name].float()) for name in names]
         shares = [(before != after).float().mean() for before, after in values]

@@ -408,14 +408,10 @@ def test_an_output_folder_may_hold_a_launcher_s_log_and_survives_a_refusal(tmp_p
     assert (tmp_path / "settings.json").exists()
 
 
-def test_a_run_without_readable_settings_resumes_from_its_checkpoints_or_is_refused(copied, capsys):
+def test_a_run_without_readable_settings_resumes_from_its_checkpoints(copied):
     (copied / "settings.json").write_text("[]")
-    train(copied, "--max_steps 9")
+    train(copied, "--max_steps 9 --no_export")
     assert max(curve(copied)) == 9 and record(copied, "settings.json")["max_steps"] == 9
-    shutil.rmtree(copied / "checkpoints")
-    (copied / "settings.json").write_text("[]")
-    train(copied, "--max_steps 9 --no_export", code=EXIT_BAD_SETTING)
-    assert "its settings.json is not a run's" in capsys.readouterr().err
 
 
 # Signals and processes
