@@ -67,8 +67,6 @@ class RecipeSpec:
     frozen_fp8_weights: bool = False
     # Gradients of weights (wgrad) are computed in BF16, one of three GEMMs.
     bf16_wgrad: bool = False
-    # Scales of weights are powers of two (not with --fp8_fp32_scales).
-    power_of_two_scales: bool = False
     costs: StepCosts
     # TE recipes: the class in TE's recipe module, how to make it from (PrecisionConfig, module), and the
     # te.is_*_available function. Recipes without a class are torchao's.
@@ -136,7 +134,6 @@ RECIPES: dict[str, RecipeSpec] = {
         token_multiple=128,
         feature_multiple=128,
         frozen_fp8_weights=True,
-        power_of_two_scales=True,
         architectures=("Hopper", "Blackwell", "RTX Blackwell"),
         te_class="Float8BlockScaling",
         make=_block,
@@ -146,7 +143,6 @@ RECIPES: dict[str, RecipeSpec] = {
     "mxfp8": RecipeSpec(
         token_multiple=32,
         feature_multiple=32,
-        power_of_two_scales=True,
         architectures=("Blackwell",),
         may_fall_back=True,
         te_class="MXFP8BlockScaling",
@@ -182,12 +178,10 @@ RECIPES: dict[str, RecipeSpec] = {
     ),
     "rowwise": RecipeSpec(
         settings=_FP32_SCALES,
-        power_of_two_scales=True,
         costs=StepCosts(gemm_share=0.47, cast_bytes=10, ffn_bytes_saved=2, hidden_bytes_saved=4),
     ),
     "rowwise_with_gw_hp": RecipeSpec(
         settings=_FP32_SCALES,
-        power_of_two_scales=True,
         bf16_wgrad=True,
         costs=StepCosts(gemm_share=0.58, cast_bytes=5),
     ),

@@ -41,8 +41,8 @@ class ModelSpec:
     trust_remote_code: bool = False
     quantization: dict[str, Any] | None = None  # quantization_config of FP8 weights; `config` lacks it
     dequantized: str | None = None  # number and form of FP8 tensors, for the run's records
-    dithers: bool = False  # FP8 weights with power-of-two scales start anywhere in their rounding intervals
-    has_power_of_two_scales: bool = False
+    on_one_grid: frozenset[str] = frozenset()  # names of its FP8 weights with one scale, or powers of two
+    dithers: bool = False  # these start anywhere in their rounding intervals
 
     @property
     def short_name(self) -> str:
@@ -222,7 +222,7 @@ def _check_weights(spec: ModelSpec, *, use_te: bool) -> ModelSpec:
     source = SafetensorsSource(spec.weights, spec.quantization)
     if spec.quantization:
         dequantized = f"{len(source.fp8)} tensors ({spec.quantization['quant_method']})"
-        spec = replace(spec, dequantized=dequantized, has_power_of_two_scales=bool(source.power_of_two))
+        spec = replace(spec, dequantized=dequantized, on_one_grid=frozenset(source.on_one_grid))
     has_both = {EMBEDDING, LM_HEAD} <= source.shapes().keys()
     if has_both and getattr(spec.config, "tie_word_embeddings", False):
         tied = torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))

@@ -23,6 +23,7 @@ from fp8_suite.core.readers import parse_json
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.lora.adapters import base_parameters
 from fp8_suite.te_models.parallel.tensor_parallel import Region
+from fp8_suite.te_models.quantized.forms import dither_blocks
 from fp8_suite.te_models.quantized.reader import QuantizedReader
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -121,7 +122,7 @@ class WeightSource(ABC):
 
     name = "random weights"
     fp8: Collection[str] = ()  # weights stored in FP8, which `rows` dequantizes to FP32
-    power_of_two: Collection[str] = ()  # those of them whose scales are powers of two
+    on_one_grid: Collection[str] = ()  # those whose scales are powers of two, or one scale
     _shapes: dict[str, torch.Size]
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -153,6 +154,27 @@ def _generator(seed: int, key: str, device: Any) -> torch.Generator:
     """Return a generator for a tensor, which depends only on the seed, its name and the device type."""
     # The seed has 32 bits, because torch's CPU generator ignores the upper half of 64.
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{key}".encode()))
+
+
+def _noise(seed: int, key: str, shape: torch.Size, device: Any) -> Tensor:
+    """Return uniform int16 values for a tensor."""
+    options = {"device": device, "generator": _generator(seed, key, device), "dtype": torch.int16}
+    return torch.randint(-(2**15), 2**15, shape, **options)
+
+
+def rounded_at_random(
+    tensors: Iterable[tuple[str, Tensor]], names: Collection[str], seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors with noise in those of `names`, so that their cast to FP8 blocks rounds at random.
+
+    A weight that has moved from the grid by a part of a step then rounds to the next value with about this
+    probability, so a model's many small updates survive on average.
+    """
+    for name, tensor in tensors:
+        if name in names:
+            noise = _noise(seed, f"{name}/rounding", tensor.shape, tensor.device)
+            tensor = dither_blocks(tensor.float(), noise)
+        yield name, tensor
 
 
 class RandomSource(WeightSource):
@@ -215,7 +237,7 @@ class SafetensorsSource(WeightSource):
     """Tensors of a folder's `*.safetensors`; reads only the requested rows.
 
     With a `quantization_config`, scales are hidden, and FP8 tensors multiplied by them in FP32 on `device`.
-    With a `dither_seed`, those of `power_of_two` lie anywhere in their rounding intervals, not in the middle.
+    With a `dither_seed`, those `on_one_grid` lie anywhere in their rounding intervals, not in the middle.
     """
 
     def __init__(
@@ -242,7 +264,7 @@ class SafetensorsSource(WeightSource):
         if quantization:
             self._reader = QuantizedReader(self.name, self._slices, quantization)
             self.fp8, hidden = self._reader.scales, self._reader.hidden
-            self.power_of_two = self._reader.power_of_two
+            self.on_one_grid = self._reader.on_one_grid
         for key, part in self._slices.items():
             if not quantization and (dtype := part.get_dtype()) in QUANTIZED:
                 reason = f"{key} is {dtype}, and its config.json has no quantization_config"
@@ -258,9 +280,8 @@ class SafetensorsSource(WeightSource):
         if key not in self.fp8:
             return self._slices[key][start:stop]
         noise = None
-        if self._dither_seed is not None and key in self.power_of_two:
-            options = {"device": self._device, "generator": _generator(self._dither_seed, key, self._device)}
-            whole = torch.randint(256, self._shapes[key], dtype=torch.uint8, **options)
+        if self._dither_seed is not None and key in self.on_one_grid:
+            whole = _noise(self._dither_seed, key, self._shapes[key], self._device)
             noise = whole[start:stop]  # the same in every sharding
         return self._reader.rows(key, start, stop, self._device, noise)
 

@@ -17,8 +17,9 @@ from fp8_suite.data.build import Loaders
 from fp8_suite.data.chat import turn_end
 from fp8_suite.te_models.build import export_tensors
 from fp8_suite.te_models.lora.merge import Adapters, gather_adapters, merged, peft_config, peft_tensors
-from fp8_suite.te_models.quantized.forms import FORMS, Quantizer
-from fp8_suite.te_models.spec import base_tensors
+from fp8_suite.te_models.quantized.forms import FORMS, Quantizer, fp8_weights
+from fp8_suite.te_models.spec import base_tensors, on_meta, parameter_shapes
+from fp8_suite.te_models.weights import rounded_at_random
 from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.run_folder import train_losses
 from fp8_suite.training.checkpoint.settings import EXPORT_FOLDERS
@@ -66,7 +67,7 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
         if strategy.topology.pp > 1:
             tensors = tensors_of_all_stages(tensors, strategy.topology, strategy.device)
         if adapters:
-            tensors = _merged(prepared, tensors, adapters, fp8=dtype == "fp8")
+            tensors = _merged(prepared, tensors, adapters)
         folder = ranks.iterate_on_rank0(tensors, partial(_write, prepared, name=name, quantizer=quantizer))
         print_rank0(f"exported to {folder}")
         if quantizer:
@@ -90,6 +91,8 @@ def warn_of_earlier_exports(prepared: PreparedRun, step: int) -> None:
 def _write(prepared: PreparedRun, tensors: NamedTensors, name: str, quantizer: Quantizer | None) -> Path:
     """Write one export, and warn if its tokenizer is another one."""
     spec, tokenizer = prepared.resolved.model, prepared.tokenizer
+    if quantizer:
+        tensors = _rounded(prepared, tensors, quantizer)
     folder = export_hf(
         prepared.folder / name,
         tensors,
@@ -111,19 +114,31 @@ def _write(prepared: PreparedRun, tensors: NamedTensors, name: str, quantizer: Q
     return folder
 
 
-def _merged(prepared: PreparedRun, tensors: NamedTensors, adapters: Adapters, *, fp8: bool) -> NamedTensors:
-    """Return the model's tensors with merged adapters, for rank 0 and an `fp8` export or one in BF16.
+def _merged(prepared: PreparedRun, tensors: NamedTensors, adapters: Adapters) -> NamedTensors:
+    """Return the model's tensors with merged adapters, for rank 0.
 
-    Frozen FP8 weights are rounded; in their place are those that they were quantized from, read again. So are
-    weights that are on the grid of the FP8 export, dithered: else most products would be rounded away.
+    Frozen FP8 weights are rounded; in their place are those that they were quantized from, read again.
     """
-    spec = prepared.resolved.model
-    spec = replace(spec, dithers=fp8 and spec.has_power_of_two_scales)
-    if prepared.cfg.precision.fp8_weights or spec.dithers:
+    if prepared.cfg.precision.fp8_weights:
         if prepared.strategy.topology.rank != 0:  # reading files is no collective
             return iter(())
-        tensors = base_tensors(spec, seed=prepared.cfg.optim.seed, device=prepared.strategy.device)
+        spec, device = prepared.resolved.model, prepared.strategy.device
+        tensors = base_tensors(spec, seed=prepared.cfg.optim.seed, device=device)
     return merged(tensors, adapters, prepared.cfg.lora.scaling)
+
+
+def _rounded(prepared: PreparedRun, tensors: NamedTensors, quantizer: Quantizer) -> NamedTensors:
+    """Return tensors for an FP8 export, in which small changes of an FP8 checkpoint's weights survive.
+
+    Rounded to nearest, most of these weights would be what they were in the checkpoint. What `block` trained
+    is rounded as in training.
+    """
+    cfg, spec, precision = prepared.cfg, prepared.resolved.model, prepared.resolved.precision
+    in_blocks = precision.in_use == {"block"} and not cfg.precision.fp8_fp32_scales
+    if not spec.on_one_grid or cfg.optim.max_steps == 0 or (in_blocks and not cfg.lora.lora_rank):
+        return tensors
+    stored = fp8_weights(parameter_shapes(on_meta(spec)), quantizer.form, quantizer.bf16)
+    return rounded_at_random(tensors, stored & spec.on_one_grid, cfg.optim.seed)
 
 
 def _write_adapter(prepared: PreparedRun, adapters: Adapters) -> Path:

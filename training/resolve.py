@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from fp8_suite.core.readers import read_record
-from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES, TORCHAO_RECIPES
+from fp8_suite.core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape
@@ -84,7 +84,7 @@ def resolve(cfg: Config) -> Resolved:
     spec = _find_model(cfg)
     precision = precision_map.resolve_map(cfg, precision, spec.config.get_text_config())
     if spec.dequantized:
-        dithers = spec.has_power_of_two_scales and _casts_weights_again(cfg, precision)
+        dithers = bool(spec.on_one_grid) and _casts_weights_again(cfg, precision)
         dithered = ", dithered" if dithers else ""
         print_rank0(f"dequantizes {spec.dequantized} of {spec.name}{dithered}")
         spec = replace(spec, dithers=dithers, dequantized=spec.dequantized + dithered)
@@ -102,15 +102,12 @@ def resolve(cfg: Config) -> Resolved:
 
 
 def _casts_weights_again(cfg: Config, precision: Precision) -> bool:
-    """True if trained weights are cast to E4M3 with power-of-two scales, in training or for the export.
+    """True if training casts the weights to FP8.
 
-    Weights that start on such a grid would stay on it until they have moved by half a step: a smaller update
-    would change neither the forward pass nor the export.
+    The step from a weight of an FP8 checkpoint to where it would round elsewhere is the same all over a grid,
+    up to half a step. A smaller update would change no forward pass.
     """
-    recipes = [RECIPES[name] for name in precision.in_use if name in RECIPES]
-    casts = any(recipe.power_of_two_scales for recipe in recipes) and not cfg.precision.fp8_fp32_scales
-    trains = cfg.optim.max_steps != 0 and not cfg.lora.lora_rank
-    return trains and (casts or "fp8" in cfg.export_folders)
+    return precision.fp8 and cfg.optim.max_steps != 0 and not cfg.lora.lora_rank
 
 
 def _find_model(cfg: Config) -> ModelSpec:

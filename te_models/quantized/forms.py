@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from fp8_suite.te_models.emulation.casts import BLOCK, E4M3, cast_blocks, saturate
+from fp8_suite.te_models.quantized.reader import SQUARE, dequantize, dither
 from torch import Tensor
 
 
@@ -20,6 +21,12 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return values [out, in] and FP32 scales [out/128, in/128], powers of two, as TE's block recipe."""
     operand = cast_blocks(weight, E4M3, (BLOCK, BLOCK))
     return operand.data, operand.scale_inv
+
+
+def dither_blocks(weight: Tensor, noise: Tensor) -> Tensor:
+    """Return FP32 weights [out, in] moved as far as `dither` moves their values in blocks from the middle."""
+    values, scales = quantize_blocks(weight)
+    return weight + dequantize(dither(values, noise) - values.float(), scales, SQUARE)
 
 
 def quantize_channels(weight: Tensor) -> tuple[Tensor, Tensor]:

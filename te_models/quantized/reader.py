@@ -66,22 +66,24 @@ def dequantize(values: Tensor, scales: Tensor, block: Block, *, first_row: int =
 def rounding_intervals() -> Tensor:
     """Return the ends of the values that round to each E4M3 code: [256, 2], FP32, by the code's byte.
 
-    Values strictly between them do so after rounding to BF16 too. Zeros, and 448 upwards, have no width.
+    Values are rounded to BF16 first, as weights are, and ties go to even codes. Zeros, and 448 upwards, have
+    no width.
     """
     magnitudes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # 0 to 448
     middles = (magnitudes[:-1] + magnitudes[1:]) / 2
     half_steps = torch.exp2(torch.floor(torch.log2(middles)) - 8)  # of BF16
+    half_steps[1::2] *= -1  # the middle above an odd code rounds away from it
     low, high = magnitudes.clone(), magnitudes.clone()
-    low[1:], high[1:-1] = middles + half_steps, (middles - half_steps)[1:]
+    low[1:-1], high[1:-1] = (middles + half_steps)[:-1], (middles + half_steps)[1:]
     ends = torch.cat([torch.stack([low, high], 1), torch.full((1, 2), torch.nan)])
     return torch.cat([ends, -ends])
 
 
 def dither(values: Tensor, noise: Tensor) -> Tensor:
-    """Return an FP32 value inside the rounding interval of each E4M3 value, by uniform bytes of `noise`."""
+    """Return an FP32 value inside the rounding interval of each E4M3 value, by uniform int16 `noise`."""
     low, high = rounding_intervals().to(values.device, non_blocking=True).unbind(1)
     codes = values.view(torch.uint8).int()
-    return torch.lerp(low[codes], high[codes], (noise.float() + 0.5) / 256)
+    return torch.lerp(low[codes], high[codes], (noise.float() + (2**15 + 0.5)) / 2**16)
 
 
 class QuantizedReader:
@@ -110,10 +112,10 @@ class QuantizedReader:
                 self.scales[key] = self._read_scales(key, names.get(key))
             elif key in names or dtype in OTHER_FORMS:
                 raise self._error(f"{key} is {dtype}, which is no known form of FP8 weights")
-        self.power_of_two = {  # with such scales of blocks or rows
+        self.on_one_grid = {  # their scales are powers of two, or there is a single one
             key
-            for key, (scales, block) in self.scales.items()
-            if block != TENSOR and (scales.frexp()[0] == 0.5).all()
+            for key, (scales, _) in self.scales.items()
+            if ((mantissas := scales.frexp()[0]) == mantissas[0, 0]).all()
         }
 
     def _error(self, reason: str) -> UserError:

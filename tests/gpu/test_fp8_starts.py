@@ -92,8 +92,8 @@ def test_a_run_from_dithered_weights_starts_with_the_checkpoints_loss(tmp_path):
     save_fp8(tmp_path / "model", fine_grained(), rule=power_of_two)
     flags = f"{SMALL} --model_name {tmp_path}/model --tokenizer_name demo --no_export --no_save_checkpoints"
     flags = f"{flags} --mixed_precision fp8 --fp8_scenario block --eval_at_start --eval_split test"
-    assert "dithered" in train(tmp_path / "run", f"{flags} --max_steps 1")
-    assert "dithered" not in train(tmp_path / "exact", f"{flags} --max_steps 0")
+    assert ", dithered" in train(tmp_path / "run", f"{flags} --max_steps 1")
+    assert ", dithered" not in train(tmp_path / "exact", f"{flags} --max_steps 0")
     start, exact = (curve(tmp_path / name, "eval/loss")[0] for name in ("run", "exact"))
     assert start == pytest.approx(exact, rel=1e-5)
 

@@ -8,9 +8,12 @@ import pytest
 import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.te_models.build import build_model, export_tensors
+from fp8_suite.te_models.emulation import casts
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.quantized import forms
+from fp8_suite.te_models.quantized.reader import SQUARE, dequantize, rounding_intervals
 from fp8_suite.te_models.spec import find_model, weight_source
+from fp8_suite.te_models.weights import rounded_at_random
 from fp8_suite.training.optim.adamw import MasterAdamW, merge_master, split_master
 from fp8_suite.training.optim.optimizer import set_low_halves, state_of, take_low_halves
 from safetensors.torch import load_file
@@ -148,19 +151,47 @@ def test_dithered_masters_round_to_the_checkpoints_values(tmp_path):
     assert len(source.fp8) == 21
     for key in source.fp8:
         master, middle = source.get(key), middles.get(key)
-        for weight in (master, master.bfloat16().float()):
-            values, _ = forms.quantize_blocks(weight)
-            assert torch.equal(values.float(), tensors[key].float()), key
+        values, _ = forms.quantize_blocks(master.bfloat16().float())
+        assert torch.equal(values.float(), tensors[key].float()), key
         moved = (master / middle - 1)[middle != 0]
         assert moved.abs().max() > 0.06 and moved.abs().median() > 0.015 and abs(moved.median()) < 0.003
         assert torch.equal(source.rows(key, 30, 77), master[30:77])
 
 
-def test_only_weights_with_power_of_two_scales_are_dithered(tmp_path):
-    save_fp8(tmp_path, fine_grained(), rule=smallest)
-    specs = (replace(find(tmp_path), dithers=dithers) for dithers in (True, False))
-    dithered, exact = (weight_source(spec, seed=3, device=CPU).get(Q_PROJ) for spec in specs)
-    assert torch.equal(dithered, exact)
+def test_rounding_intervals_end_where_bf16_values_round_to_the_next_code():
+    codes = torch.arange(1, 126, dtype=torch.uint8)  # positive, below 448
+    low, high = rounding_intervals()[1:126].unbind(1)
+    assert torch.equal(low[1:], high[:-1])
+    for end, away in ((low, 0.0), (high, 1e3)):
+        inside, outside = (torch.nextafter(end, to) for to in (low + high - end, torch.full_like(end, away)))
+        rounded = [casts.saturate(values.bfloat16().float(), casts.E4M3) for values in (inside, outside)]
+        assert torch.equal(rounded[0].view(torch.uint8), codes)
+        assert torch.equal(rounded[1].view(torch.uint8).int() - codes, torch.full((125,), 1 if away else -1))
+
+
+@pytest.mark.parametrize(("rule", "dithered"), [(smallest, 0), (power_of_two, 1)])
+def test_only_weights_on_one_grid_are_dithered(rule, dithered, tmp_path):
+    save_fp8(tmp_path, fine_grained(), rule=rule)
+    specs = [replace(find(tmp_path), dithers=dithers) for dithers in (True, False)]
+    weights = [weight_source(spec, seed=3, device=CPU).get(Q_PROJ) for spec in specs]
+    assert torch.equal(*weights) == (not dithered) == (not specs[0].on_one_grid)
+
+
+def test_random_rounding_is_right_on_average():
+    """Of weights that have moved from the grid by a tenth of a step, one in ten rounds to the next value.
+
+    Only about: intervals of even codes are wider than those of odd ones, and narrower below powers of two.
+    """
+    middle = torch.tensor([1.0, 1.125, -1.875, 24.0]).repeat(256, 128)
+    middle[::128, ::128] = 448.0  # the largest value of each block
+    step = torch.where(middle == 448, 0.0, torch.exp2(torch.floor(torch.log2(middle.abs())) - 3))
+    tensors = {"moved": middle + step / 10, "kept": middle + step / 10}
+    rounded = dict(rounded_at_random(tensors.items(), {"moved"}, seed=3))
+    assert torch.equal(rounded["kept"], tensors["kept"])
+    values, scales = forms.quantize_blocks(rounded["moved"].bfloat16().float())
+    crossed = (dequantize(values, scales, SQUARE) - middle) / step
+    crossed = crossed[step > 0]
+    assert {*crossed.tolist()} == {0.0, 1.0} and crossed.mean().item() == pytest.approx(0.1, abs=0.01)
 
 
 def adamw(model: torch.nn.Module) -> MasterAdamW:

@@ -25,7 +25,7 @@ LAYERS = "--use_te --te_backend emulated --mixed_precision fp8 --fp8_scenario cu
 @pytest.mark.parametrize("layers", LAYERS, ids=["te", "hf"])
 def test_masters_in_a_checkpoint_are_exact(layers, tmp_path):
     """A learning rate this small changes no bit, of zeros either."""
-    save_fp8(tmp_path / "fp8", fine_grained(), **HALF)
+    save_fp8(tmp_path / "fp8", fine_grained((32, 32)), **HALF)
     flags = f"{layers} --max_steps 1 --save_interval 1 --learning_rate 1e-300 --save_checkpoints --no_export"
     flags = flags.replace("--no_use_te", "--no_use_te --mixed_precision bf16")
     run = train(tmp_path / "run", tmp_path / "fp8", flags)
@@ -62,14 +62,13 @@ def test_small_updates_of_fp8_weights_reach_the_fp8_export(layers, learning_rate
     ("flags", "dithered"),
     [
         (BLOCK, True),
-        (f"{BLOCK} --fp8_fp32_scales", False),
-        (LAYERS[0], False),
-        (f"{LAYERS[0]} {FP8_EXPORT}", True),
+        (LAYERS[0], True),
+        (f"{BF16} {FP8_EXPORT}", False),
         (f"{BLOCK} --lora_rank 4", False),
         (f"{BLOCK} --max_steps 0 --eval_samples 10", False),
     ],
 )
-def test_fp8_weights_are_dithered_where_they_are_trained_and_cast_again(flags, dithered, tmp_path):
+def test_fp8_weights_are_dithered_where_they_are_trained_in_fp8(flags, dithered, tmp_path):
     save_fp8(tmp_path / "fp8", fine_grained(), rule=power_of_two, **HALF)
     flags = f"--model_name {tmp_path}/fp8 --tokenizer_name demo {flags}".split()
     assert resolve(parse_config(flags, prog="test", description="test")).model.dithers == dithered
