@@ -85,6 +85,8 @@ class Zero(Strategy):
         self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
         applied = torch.tensor(self.engine.was_step_applied(), device=self.device)
+        if not applied:  # DeepSpeed leaves gradients that are offloaded in BF16
+            self.discard(model, optimizer)
         return StepOutcome(norm, applied)
 
     def discard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
