@@ -177,25 +177,27 @@ def test_losses_of_five_thousand_steps_are_those_of_the_record():
     runs = {}
     for run in runs_of("five_thousand_steps"):
         name = "6 x 2" if run.config["batch_size"] == 6 else run.precision
+        name += ", FP8 moments" if run.config["moment_dtype"] == "fp8" else ""
         runs[name, str(run.config["seed"])] = run
-    gaps, ends = (table.rows for table in tables() if table.section == "Five thousand steps")
-    for row in gaps:
-        first, last = (int(step.replace(",", "")) for step in row.pop("steps").split(" to "))
-        means = {
-            key: fmean(loss for step, loss in run.series("train/loss") if first <= step <= last)
-            for key, run in runs.items()
-        }
-        gap = {key: 100 * (mean / means["bf16", key[1]] - 1) for key, mean in means.items()}
-        delayed = [gap["delayed", seed] for seed in ("42", "43", "44")]
-        assert shows(row.pop("BF16"), means["bf16", "42"])
-        assert shows(row.pop("mean"), fmean(delayed))
-        shown = row.pop("95 % bounds").split(" to ")
-        assert all(map(shows, shown, Judgement(tuple(delayed)).bounds))
-        for name, shown in row.items():
-            recipe, seed = name.replace("seed ", "").split(", ")
-            assert shows(shown, gap[recipe, seed]), row
+    *gaps, ends = (table.rows for table in tables() if table.section == "Five thousand steps")
+    for rows, recipe in zip(gaps, ("delayed", "delayed, FP8 moments"), strict=True):
+        for row in rows:
+            first, last = (int(step.replace(",", "")) for step in row.pop("steps").split(" to "))
+            means = {
+                key: fmean(loss for step, loss in run.series("train/loss") if first <= step <= last)
+                for key, run in runs.items()
+            }
+            gap = {key: 100 * (mean / means["bf16", key[1]] - 1) for key, mean in means.items()}
+            seeds = [gap[recipe, seed] for seed in ("42", "43", "44")]
+            assert "BF16" not in row or shows(row.pop("BF16"), means["bf16", "42"])
+            assert shows(row.pop("mean"), fmean(seeds))
+            shown = row.pop("95 % bounds").split(" to ")
+            assert all(map(shows, shown, Judgement(tuple(seeds)).bounds))
+            for name, shown in row.items():
+                *named, seed = name.replace("seed ", "").split(", ")
+                assert shows(shown, gap[named[0] if named else recipe, seed]), row
     for row in ends:
-        run = runs[row["trained in"].lower().removeprefix("bf16, "), row["seed"]]
+        run = runs[row["trained in"].removeprefix("BF16, ").replace("BF16", "bf16"), row["seed"]]
         losses = run.value("eval_loss"), run.value("export_loss_bf16"), run.value("export_loss_fp8")
         assert all(map(shows, (row["evaluated as trained"], row["BF16 export"], row["FP8 export"]), losses))
         assert shows(row["in BF16"], run.value("eval_loss_bf16") or losses[0])
@@ -204,13 +206,20 @@ def test_losses_of_five_thousand_steps_are_those_of_the_record():
 
 def test_losses_from_fp8_checkpoints_are_those_of_the_record():
     runs = {run.name: run for run in runs_of("fp8-starts")}
-    for row in find("studies.md", "Fine-tuning FP8 checkpoints").rows:
-        start = row.pop("weights").removeprefix("FP8, ").replace("BF16", "bf16-weights")
-        names = [f"{start}-{row['trained in'].lower()}-seed{seed}" for seed in (42, 43, 44)]
-        curves = [dict(runs[name].series("eval/loss")) for name in names]
-        for steps in (20, 40, 100):
-            assert shows(row[f"{steps} steps"], fmean(curve[steps] for curve in curves)), row
-        assert shows(row["FP8 export"], fmean(runs[name].value("export_loss_fp8") for name in names))
+    small, large = (table.rows for table in tables() if table.section == "Fine-tuning FP8 checkpoints")
+    for rows, ends in ((small, ("-seed42", "-seed43", "-seed44")), (large, ("",))):
+        for row in rows:
+            start = (
+                row["weights"]
+                .replace("FP8, ", "")
+                .replace(", older code", "")
+                .replace("BF16", "bf16-weights")
+            )
+            named = [runs[f"{start}-{row['trained in'].lower()}{end}"] for end in ends]
+            curves = [dict(run.series("eval/loss")) for run in named]
+            for steps in (20, 40, 100):
+                assert shows(row[f"{steps} steps"], fmean(curve[steps] for curve in curves)), row
+            assert shows(row["FP8 export"], fmean(run.value("export_loss_fp8") for run in named))
 
 
 def test_the_example_of_a_comparison_is_that_of_the_record():
@@ -281,16 +290,19 @@ def test_emulated_losses_are_as_far_from_te_s_as_the_page_says():
 
 
 def test_the_time_of_long_sequences_is_that_of_the_record():
-    (profile,) = (text for name, text in read_texts("h200-profile").items() if name.endswith("-fast"))
-    attention = float(re.search(rf"({NUMBER}) ms +\d+ launches  attention", profile)[1]) * 1e3 / (8 * 8192)
-    fast = [run for run in runs_of("throughput") if "8B-delayed-8192-1x8-fast-head-81b2ad8" in run.name]
-    fast += [run for run in runs_of("h200-long") if run.name.endswith("-fp8-head")]
-    other = None
+    texts = read_texts("h200-profile")
     for row in find("studies.md", "Where long sequences spend their time").rows:
         length = int(row["tokens per sequence"].replace(",", ""))
-        total = 1e6 / median(run.tokens_per_gpu for run in fast if run.config["max_seq_length"] == length)
-        other = other or total - attention
-        assert shows(row["all"], total) and shows(row["attention"], total - other), row
+        (text,) = (text for name, text in texts.items() if re.search(rf"8B-{length}-.*(fast|fp8-head)", name))
+        kinds = re.findall(rf"({NUMBER}) ms +\d+ launches  (.+)", text)
+        tokens = {8192: 8, 32768: 2, 131072: 1}[length] * length
+        spent = {kind: float(ms) * 1e3 / tokens for ms, kind in kinds}
+        spent["copies and sums"] -= sum(
+            float(ms) * 1e3 / tokens for ms in re.findall(rf"({NUMBER}) ms .+Memcpy", text)
+        )
+        del spent["idle"]
+        attention, gemms = spent.pop("attention"), spent.pop("GEMM")
+        assert shows(row["attention"], attention) and shows(row["GEMMs"], gemms), row
+        assert shows(row["all else"], sum(spent.values())), row
         flops = 6 * 32 * 4096 * length  # causal half of the 8B's 32 layers of width 4,096, per token
-        assert shows(row["TFLOP/s of attention"], flops / (total - other) / 1e6), row
-    assert f"{other:.1f}" in (ROOT / "docs/studies.md").read_text(encoding="utf-8")
+        assert shows(row["TFLOP/s of attention"], flops / attention / 1e6), row
