@@ -135,10 +135,9 @@ def _adapter_bytes(setup: TrainingSetup) -> float:
 
 
 def adam_bytes(setup: TrainingSetup) -> float:
-    """Optimizer traffic in bytes per parameter: weight, gradient, 16-bit remainder, moments, FP8 weight."""
+    """Optimizer traffic in bytes per parameter: weight, gradient, 16-bit remainder, moments."""
     optimizer = setup.optimizer
-    quantization = (2 + 2 + 1) * setup.fp8_share  # finding the largest value is a pass of its own
-    return 2 * 2 + 2 + 2 * 2 * optimizer.master_weights + 2 * optimizer.moment_bytes + quantization
+    return 2 * 2 + 2 + 2 * 2 * optimizer.master_weights + 2 * optimizer.moment_bytes
 
 
 def _optimizer_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
@@ -191,8 +190,7 @@ def _rank_seconds(setup: TrainingSetup, gpu: Gpu, network: float) -> dict[str, f
     if setup.mode_spec.offload:
         wire += 2 * model.parameters * (2 * setup.accumulation + 1) / setup.gpus / OPTIMIZER_HOST_BANDWIDTH
     parts["copies around transfers"] = exchange(setup).copied / bandwidth
-    exposed = wire if setup.exchanges_sums else max(EXPOSED * wire, wire - compute)
-    parts["exposed communication"] = exposed
+    parts["exposed communication"] = max(EXPOSED * wire, wire - compute)
     parts["idle"] = IDLE * sum(parts.values())
     launches = setup.accumulation * model.shape.num_layers * _launch_seconds(setup)
     parts["waiting for the CPU"] = max(0.0, launches - sum(parts.values()))
