@@ -67,7 +67,7 @@ def run(argv: list[str]) -> str:
     def plan_for(gpus: int) -> Plan:
         plan = make_plan(cfg, gpu, gpus=gpus, **cluster, disk_gbs=args.disk_gb_per_second)
         micro_batches, layers = plan.setup.batches.micro_batches(0), plan.setup.model.shape.num_layers
-        check_pipeline(plan.setup.layout, layers, micro_batches, cfg.optim.batch_ramp)
+        check_pipeline(plan.setup.layout, layers, micro_batches)
         if (names := auto_settings(cfg)) and _exceeds_counts(plan):  # training refuses it too
             raise bad_setting(f"{UNCOMPILED}; give a value", **dict.fromkeys(names, AUTO))
         return plan

@@ -516,7 +516,6 @@ def two_rows(folder: Path) -> Path:
         ("--dataset_text_field problem --generate_samples 1", EXIT_BAD_SETTING, "--generate_samples 1"),
         ("--resume /nowhere", EXIT_BAD_SETTING, "--resume /nowhere"),
         ("--recompute layer:9", EXIT_BAD_SETTING, "--recompute layer:9: for 9 layers, but the model has 3"),
-        ("--memory_limit_gb 80", EXIT_BAD_SETTING, "--memory_limit_gb 80.0"),
         ("--output_dir /proc/run", EXIT_BAD_SETTING, "--output_dir /proc/run"),
         ("--log_dir /proc/run", EXIT_BAD_SETTING, "--log_dir /proc/run"),
         ("--dataset_name {two} --max_steps 1 --generate_samples 1", EXIT_BAD_SETTING, "--generate_samples 1"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fp8_suite.core.errors import UserError, as_flag, bad_setting
@@ -49,7 +49,6 @@ WAYS_OUT: tuple[Changes, ...] = (
     OFFLOADED_STATE | OFFLOADED_ACTIVATIONS,
 )
 CONTEXT_SIZES = (2, 4, 8)  # ranks that share a sequence, also without a change of numerics
-FACTORS = (2, 4, 8, 16)  # more GPUs
 
 
 def refuse_misfit(sizing: Sizing) -> None:
@@ -86,28 +85,15 @@ def _shortage(sizing: Sizing) -> str:
 
 
 def way_out(sizing: Sizing) -> str:
-    """Return the first way out that fits: settings of the table, or more GPUs."""
-    for changes, gpus in _ways_out(sizing):
-        candidate = resized(sizing, changes, gpus)
+    """Return the first settings of the table that fit."""
+    for changes in ways_out(sizing):
+        candidate = resized(sizing, changes)
         if candidate and candidate.fits and fits_host(candidate.chosen):
-            more = f"{gpus} GPUs" if gpus != sizing.requested.gpus else ""
-            flags = describe(sizing.requested, changes)
             needed = f"{(candidate.needed or resident_state(candidate.chosen)) / 1e9:.1f} GB"
             if host := offloaded_bytes(candidate.chosen):
                 needed += f", and {host / 1e9:.0f} GB of host memory"
-            return f"use {' with '.join(filter(None, [more, flags]))} ({needed})"
-    return "use a smaller model or a lower --max_seq_length"
-
-
-def _ways_out(sizing: Sizing) -> Iterator[tuple[Changes, int]]:
-    """Yield settings to change, and the number of GPUs: rows of the table, then more GPUs."""
-    request, basis = sizing.requested, unchanged_numerics(sizing)
-    yield from ((changes, request.gpus) for changes in ways_out(sizing))
-    for factor in FACTORS:
-        gpus, batch = factor * request.gpus, kept_global_batch(request.cfg, request.data_ranks)
-        if total := batch["global_batch_size"]:
-            batch["global_batch_size"] = max(gpus, total)
-        yield basis | FULLY_SHARDED | batch, gpus
+            return f"use {describe(sizing.requested, changes)} ({needed})"
+    return "use more GPUs in --sharding_mode fsdp_full, a smaller model or a lower --max_seq_length"
 
 
 def ways_out(sizing: Sizing) -> list[Changes]:
@@ -134,17 +120,16 @@ def unchanged_numerics(sizing: Sizing) -> Changes:
     return batch | {"recompute": AUTO}
 
 
-def resized(sizing: Sizing, changes: Changes, gpus: int = 0) -> Sizing | None:
-    """Return the sizing with other settings or GPUs, as training would choose it; None if it is refused."""
-    request = sizing.requested
-    gpus, predicted = gpus or request.gpus, sizing.needed is not None
-    per_node = request.gpus_per_node if gpus == request.gpus else max(request.gpus_per_node, min(gpus, 8))
+def resized(sizing: Sizing, changes: Changes) -> Sizing | None:
+    """Return the sizing with other settings, as training would choose it; None if it is refused."""
+    request, predicted = sizing.requested, sizing.needed is not None
     try:
         cfg = config_from_dict(request.cfg.to_dict() | changes)
-        check_number_of_ranks(cfg, cfg.sharding.data_ranks(gpus))
-        mode = cfg.sharding.sharding_mode if gpus > 1 else request.mode
+        check_number_of_ranks(cfg, cfg.sharding.data_ranks(request.gpus))
+        mode = cfg.sharding.sharding_mode if request.gpus > 1 else request.mode
+        gpus = request.gpus, request.gpus_per_node
         known = {"effective": request.effective, "predicted": predicted}
-        setup, _ = make_setup(cfg, request.model, mode, gpus, per_node, sizing.free, **known)
+        setup, _ = make_setup(cfg, request.model, mode, *gpus, sizing.free, **known)
         if predicted:
             return choose_sizes(setup, sizing.free, sizing.gpu)
         return unpredicted_sizes(setup, sizing.free)

@@ -78,22 +78,15 @@ def pipeline_stages(layout: Layout, layers: int, rank: int) -> tuple[range, ...]
     return tuple(range(ends[stage], ends[stage + 1]) for stage in range(rank, total, layout.pp))
 
 
-def check_pipeline(layout: Layout, layers: int, micro_batches: int, batch_ramp: str | None = None) -> None:
-    """Raise UserError for a pipeline without layers or micro-batches for all its stages.
-
-    `micro_batches` are those of the first step, which --batch_ramp sets if it is given.
-    """
+def check_pipeline(layout: Layout, layers: int, micro_batches: int) -> None:
+    """Raise UserError if layers, or micro-batches of the first step, are too few for its stages."""
     pp, virtual = layout.pp, layout.virtual
     if layers < pp * virtual:
         raise bad_setting(f"the model has {layers} layers; use at most as many stages", **layout.flags)
     if not layout.is_filled(micro_batches):
-        reason = f"a step needs {'a multiple of' if virtual > 1 else 'at least'} {pp} micro-batches"
-        if batch_ramp:
-            reason += f", and the first has {micro_batches}; start with more tokens, or lower --batch_size"
-            raise bad_setting(reason, batch_ramp=batch_ramp, pipeline_parallel_size=pp)
-        accumulation = max(1, round(micro_batches / pp)) * pp
-        reason += f"; use --gradient_accumulation_steps {accumulation}, or a smaller --batch_size"
-        raise bad_setting(reason, gradient_accumulation_steps=micro_batches, pipeline_parallel_size=pp)
+        reason = f"a step needs {'a multiple of' if virtual > 1 else 'at least'} {pp} micro-batches, and the "
+        reason += f"first has {micro_batches}; use more sequences per step, or a smaller --batch_size"
+        raise bad_setting(reason, pipeline_parallel_size=pp)
 
 
 def stage_layers(layers: int, ranks: int, stage: int) -> int:

@@ -85,7 +85,7 @@ def test_auto_is_refused_where_memory_is_unknown(settings):
 
 
 def test_a_state_too_large_for_the_gpu_is_refused_unless_the_run_only_evaluates():
-    with pytest.raises(UserError, match=r"^--model_name tiny-qwen3: on one GPU: .* use a smaller model"):
+    with pytest.raises(UserError, match=r"^--model_name tiny-qwen3: on one GPU: .* a smaller model"):
         chosen(10**6, batch_size=1)
     assert chosen(10**6, batch_size=1, max_steps=0).needed is None
 

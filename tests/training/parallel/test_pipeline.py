@@ -142,8 +142,8 @@ def test_settings_that_exclude_pipelines_are_refused(settings, flags):
 @pytest.mark.parametrize(
     ("layout", "micro_batches", "flags"),
     [
-        (Layout(pp=4), 3, {"gradient_accumulation_steps", "pipeline_parallel_size"}),
-        (Layout(pp=4, virtual=2), 6, {"gradient_accumulation_steps", "pipeline_parallel_size"}),
+        (Layout(pp=4), 3, {"pipeline_parallel_size"}),
+        (Layout(pp=4, virtual=2), 6, {"pipeline_parallel_size"}),
         (Layout(pp=4, virtual=3), 8, {"pipeline_parallel_size", "virtual_stages"}),
     ],
 )
@@ -151,12 +151,6 @@ def test_pipelines_need_layers_and_micro_batches(layout, micro_batches, flags):
     with pytest.raises(UserError) as error:
         check_pipeline(layout, 10, micro_batches)
     assert set(error.value.flags) == flags
-
-
-def test_a_ramp_that_starts_with_too_few_micro_batches_is_named():
-    with pytest.raises(UserError) as error:
-        check_pipeline(Layout(pp=4), 10, 3, "384:0 1Ki:1M")
-    assert error.value.flags == {"batch_ramp", "pipeline_parallel_size"}
 
 
 def test_too_few_micro_batches_are_one_line_on_all_ranks(tmp_path):
