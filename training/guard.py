@@ -23,10 +23,6 @@ RETRY = (
 )
 
 
-class NonFinite(UserError):
-    """Too many steps in a row were skipped, or the final weights have no finite loss."""
-
-
 class StepGuard:
     """Queue of step outcomes that the host has not read yet.
 
@@ -45,7 +41,7 @@ class StepGuard:
         """Read the outcomes of all steps, or all but the newest.
 
         Return whether any rank received a stop signal, and whether a save was due on any by time.
-        Raises NonFinite after MAX_SKIPPED_STEPS skipped steps in a row. Those that lower the loss scale of
+        UserError after MAX_SKIPPED_STEPS skipped steps in a row. Those that lower the loss scale of
         FP16 do not raise it.
         """
         stop = save = False
@@ -85,12 +81,11 @@ class StepGuard:
         finite = math.isfinite(loss) and math.isfinite(norm)
         reason = "no label tokens" if finite else "non-finite"
         self.warn(f"step {step} skipped: {reason} (loss {loss}, gradient norm {norm})")
-        none_applied = not finite and progress.skipped_steps == step == self.stack.total_steps
         failed_in_a_row = progress.skipped_in_a_row - progress.overflows_in_a_row
-        if none_applied or failed_in_a_row >= MAX_SKIPPED_STEPS:
+        if failed_in_a_row >= MAX_SKIPPED_STEPS:
             raise self._too_many_skipped(step, failed_in_a_row, without_labels=finite)
 
-    def _too_many_skipped(self, step: int, in_a_row: int, *, without_labels: bool) -> NonFinite:
+    def _too_many_skipped(self, step: int, in_a_row: int, *, without_labels: bool) -> UserError:
         lack, advice = "finite loss and gradient", RETRY
         if without_labels:
             lack, advice = "label tokens", "give other data"
@@ -106,12 +101,12 @@ class StepGuard:
         return self._error(f"{in_a_row} steps in a row had no {lack}; {advice}, {where}")
 
     def check_final(self, eval_loss: float) -> None:
-        """Raise NonFinite if the evaluation of the final weights has no finite loss."""
+        """Raise UserError if the evaluation of the final weights has no finite loss."""
         if not math.isfinite(eval_loss):
             raise self._error(f"the final weights have eval loss {eval_loss} and are not exported; {RETRY}")
 
-    def _error(self, message: str) -> NonFinite:
-        error = NonFinite(message, exit_code=EXIT_FAILED)
+    def _error(self, message: str) -> UserError:
+        error = UserError(message, exit_code=EXIT_FAILED)
         # Raised on all ranks, so the report names none.
         error.ranks = dict.fromkeys(range(self.stack.strategy.topology.world_size))
         return error

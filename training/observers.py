@@ -20,13 +20,13 @@ from fp8_suite.training.checkpoint.progress import WallTime
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.precision import te_runtime
-from fp8_suite.training.precision.coverage import Coverage, coverage
+from fp8_suite.training.precision.coverage import coverage
 from fp8_suite.training.prepare import PreparedRun
 from fp8_suite.training.tracking.display import Display
 from fp8_suite.training.tracking.environment import describe_environment
 from fp8_suite.training.tracking.meter import Meter
 from fp8_suite.training.tracking.profiling import StepProfiler
-from fp8_suite.training.tracking.tracker import build_tracker
+from fp8_suite.training.tracking.tracker import Tracker, build_tracker
 from fp8_suite.training.trainer import Hooks, Logs
 
 # env.json fields that are only known after the first step.
@@ -103,7 +103,8 @@ class Observers(Hooks):
         }
         write_environment(self.prepared, self.environment)
         self.logs.display.message("\n".join(covered.lines()))
-        if precision.fp8 and not _layers_in_fp8(covered):
+        in_fp8 = (row for row in covered.rows if row.precision.startswith("fp8"))
+        if precision.fp8 and all("lm_head" in row.modules for row in in_fp8):
             reason = "no module ran in FP8 in the first step; this is a bug: open an issue with env.json"
             raise UserError(f"--mixed_precision fp8: {reason}", exit_code=EXIT_FAILED)
         if backend == "unfused":
@@ -126,11 +127,6 @@ class Observers(Hooks):
             return te_runtime.flash_attention_version()
         used = self.prepared.kernels.flash_attention and self.assembly.model.attention_fallback is None
         return flash_attention.installed() if used else None
-
-
-def _layers_in_fp8(covered: Coverage) -> bool:
-    """True if any module other than the LM head ran in FP8."""
-    return any("lm_head" not in row.modules for row in covered.rows if row.precision.startswith("fp8"))
 
 
 def write_environment(prepared: PreparedRun, environment: dict[str, Any]) -> None:
@@ -179,15 +175,16 @@ def open_logs(
     emulated = ["emulated"] if precision.emulated else []
     mode = [strategy.mode] if strategy.topology.world_size > 1 else []
     done, on_rank0 = resume_step or 0, strategy.topology.rank == 0
-    tracker = build_tracker(
-        cfg.log,
-        prepared.folder,
-        config=cfg.to_dict() | precision.as_dict(),
-        tags=[prepared.resolved.model.short_name, precision.effective, layers, *emulated, *mode],
-        resume_step=resume_step,
-        evaluates_again=done >= prepared.total_steps and evaluates,
-        enabled=on_rank0,
-    )
+    tracker = Tracker()
+    if on_rank0:
+        tracker = build_tracker(
+            cfg.log,
+            prepared.folder,
+            config=cfg.to_dict() | precision.as_dict(),
+            tags=[prepared.resolved.model.short_name, precision.effective, layers, *emulated, *mode],
+            resume_step=resume_step,
+            evaluates_again=done >= prepared.total_steps and evaluates,
+        )
     name = environment.get("gpu_name")
     peaks = {p: peak_tflops(name, p) if name else None for p in ("bf16", "fp8")}
     if name and not peaks["bf16"]:

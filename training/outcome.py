@@ -41,10 +41,7 @@ LOST_WORKER = (
 @contextmanager
 def ignore_broken_pipes() -> Iterator[None]:
     """Keep the run alive when stdout or stderr is a closed pipe or terminal."""
-    # A stream that was closed before the start is None.
-    streams = [
-        stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w") for stream in (sys.stdout, sys.stderr)
-    ]
+    streams = sys.stdout, sys.stderr
     for stream in streams:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # paths may contain unencodable characters
@@ -56,27 +53,22 @@ def ignore_broken_pipes() -> Iterator[None]:
 
 
 class _NonFailingStream:
-    """Text stream that discards all output once writing to it has failed."""
+    """Text stream that discards output which cannot be written."""
 
     def __init__(self, stream: Any):
-        self._stream = stream
+        self._stream = stream  # None if it was closed before the start
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text))
+        with suppress(OSError, AttributeError):
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        self._attempt(self._stream.flush)
-
-    def _attempt(self, operation: Callable[[], Any]) -> None:
-        try:
-            operation()
-        except OSError:
-            with suppress(OSError, ValueError):  # discard the buffered text too
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        with suppress(OSError, AttributeError):
+            self._stream.flush()
 
 
 def exit_process(code: int) -> NoReturn:
@@ -153,7 +145,7 @@ def _report_failed_start(message: str, code: int) -> None:
     ranks.report_failed_start(message, code)
 
 
-def _lost_ranks(error: BaseException, watchdog: Any | None) -> str | None:
+def _lost_ranks(error: BaseException, watchdog: Watchdog | None) -> str | None:
     """Name the ranks that died if `error` is the plain RuntimeError that Gloo raises then, else None."""
     if watchdog is None or not isinstance(error, RuntimeError) or hasattr(error, "ranks"):
         return None  # errors with `ranks` have another cause

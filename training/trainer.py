@@ -190,7 +190,7 @@ class Trainer:
         self.save_timer.restart()
 
     def _finish(self) -> None:
-        """Save and evaluate the final weights. Raises NonFinite if their loss is not finite."""
+        """Save and evaluate the final weights. UserError if their loss is not finite."""
         self.wall_time.end_start()  # a launch may have no step left
         self._save()
         self._evaluate()

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from fp8_suite.core.errors import UserError
 from fp8_suite.core.signals import Stopped, handling_stop_signals
 from fp8_suite.data.collate import Batch
 from fp8_suite.data.loader import LoaderState
@@ -21,7 +22,6 @@ from fp8_suite.te_models.shape import ModelShape, model_flops
 from fp8_suite.training.checkpoint.progress import Progress, WallTime
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.sizes import with_sizes
-from fp8_suite.training.guard import NonFinite
 from fp8_suite.training.optim.batch_ramp import BatchSchedule
 from fp8_suite.training.optim.schedule import learning_rate
 from fp8_suite.training.parallel.strategies import Strategy
@@ -283,7 +283,7 @@ def test_steps_skipped_in_a_row_stop_the_run(calls, skipped, stops_at, message):
         CountingScaling(),
     )
     made, _ = trainer(total_steps=12, model=Poisoned(calls), progress=progress, scaling=scaling)
-    with pytest.raises(NonFinite, match=message):
+    with pytest.raises(UserError, match=message):
         made.train()
     assert made.progress.step == stops_at
     assert made.progress.skipped_steps == skipped + scaling.events.count("scrub")
@@ -299,7 +299,7 @@ class ScaledGradient(Bigram):
 
 def test_a_gradient_that_overflows_at_every_loss_scale_stops_the_run():
     made, _ = trainer(total_steps=99, model=ScaledGradient(1e9), mixed_precision="fp16")
-    with pytest.raises(NonFinite, match=r"5 steps in a row .*FP16's 65,504 .*--mixed_precision bf16"):
+    with pytest.raises(UserError, match=r"5 steps in a row .*FP16's 65,504 .*--mixed_precision bf16"):
         made.train()
     assert made.progress.step == 16 + 5
     assert made.progress.overflow_steps == 16 and made.stack.strategy.loss_scale.value == 1
@@ -308,7 +308,7 @@ def test_a_gradient_that_overflows_at_every_loss_scale_stops_the_run():
 def test_a_run_whose_final_weights_have_no_finite_eval_loss_is_saved_and_fails():
     batches = [to_batch(rows(4))]
     made, _ = trainer(batches, total_steps=2, eval_batches=batches, model=Poisoned({3}))
-    with pytest.raises(NonFinite, match="the final weights have eval loss nan"):
+    with pytest.raises(UserError, match="the final weights have eval loss nan"):
         made.train()
     assert made.saver.saved_step == 2
 
@@ -318,7 +318,7 @@ def test_steps_without_label_tokens_are_skipped_and_stop_the_run():
     unlabeled = [to_batch([(ids, torch.full_like(labels, -100))])]
     made, record = trainer(unlabeled, total_steps=9)
     before = weight(made)
-    with pytest.raises(NonFinite, match="5 steps in a row had no label tokens"):
+    with pytest.raises(UserError, match="5 steps in a row had no label tokens"):
         made.train()
     assert torch.equal(before, weight(made)) and record.series("train/loss") == [0.0] * 4
     assert made.progress.skipped_steps == 5 and "no label tokens" in record.messages[0]

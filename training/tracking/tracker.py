@@ -82,16 +82,13 @@ def build_tracker(
     tags: list[str],
     resume_step: int | None,
     evaluates_again: bool = False,
-    enabled: bool = True,
 ) -> Tracker:
-    """Open the run's writers. If not `enabled`, as on all ranks but 0, nothing is written.
+    """Open the run's writers. Call on rank 0.
 
     `config` and `tags` go to W&B. `resume_step` is the step of the checkpoint to resume from, or None. Later
     lines of metrics.jsonl move to metrics.discarded.jsonl; with `evaluates_again` so does the evaluation of
     that step. A service that fails is disabled with a warning. UserError if it is not installed.
     """
-    if not enabled:
-        return Tracker()
     for name, package in (("use_wandb", "wandb"), ("log_dir", "tensorboard")):
         if (value := getattr(cfg, name)) and version(package) is None:
             raise bad_setting(f"{package} is not installed; pip install {package}", **{name: value})
@@ -173,8 +170,7 @@ class TensorBoardWriter:
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         for name, value in metrics.items():
-            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
-            add(name, value, step)
+            self._writer.add_scalar(name, value, step)
 
     def summary(self, values: dict[str, Any]) -> None:
         self._writer.add_text("summary", "\n".join(f"    {key}: {value}" for key, value in values.items()))

@@ -27,7 +27,7 @@ TOKEN = "hf_" + "AbCdEfGh" * 4
 LOGGED = {"train/loss": 1.23456, "train/grad_norm": 0.5, "train/learning_rate": 1e-5, "perf/mfu_bf16": 0.381}
 
 
-def build(folder, resume_step=None, *, config=None, tags=(), enabled=True, evaluates_again=False, **settings):
+def build(folder, resume_step=None, *, config=None, tags=(), evaluates_again=False, **settings):
     return tracker.build_tracker(
         LogConfig(**settings),
         folder,
@@ -35,7 +35,6 @@ def build(folder, resume_step=None, *, config=None, tags=(), enabled=True, evalu
         tags=list(tags),
         resume_step=resume_step,
         evaluates_again=evaluates_again,
-        enabled=enabled,
     )
 
 
@@ -156,11 +155,11 @@ def test_tensorboard_has_the_metrics_and_hides_what_a_resume_repeats(tmp_path):
     for resume_step, steps in ((None, (1, 2, 3)), (1, (2,))):
         log = build(tmp_path / "run", resume_step, log_dir=str(log_dir))
         for step in steps:
-            log.log(step, {"train/loss": 1.0 / step, "note": "text"})
+            log.log(step, {"train/loss": 1.0 / step})
         log.summary({"steps": steps[-1]})
         log.finish()
     events = EventAccumulator(str(log_dir)).Reload()
-    assert events.Tags()["scalars"] == ["train/loss"] and "note/text_summary" in events.Tags()["tensors"]
+    assert events.Tags()["scalars"] == ["train/loss"]
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
 
 
