@@ -142,8 +142,8 @@ def stored_activations(setup: TrainingSetup) -> float:
     return sum(size for level, size in kept if level == "none") + sum(leaving)
 
 
-def between_stages(setup: TrainingSetup, *, at_end: bool = False) -> float:
-    """Return the bytes of what a pipeline rank receives and sends, at the peak or at the end of backward.
+def between_stages(setup: TrainingSetup) -> float:
+    """Return the bytes of what a pipeline rank receives and sends, when its backward begins.
 
     Activations and their gradients are tokens x hidden size in BF16. Inputs of micro-batches in flight are in
     `stored_activations`, and not counted again. From torch 2.13, torch/distributed/pipelining:
@@ -161,12 +161,11 @@ def between_stages(setup: TrainingSetup, *, at_end: bool = False) -> float:
     if layout.pp == 1:
         return 0.0
     received = (2 * (layout.virtual - 1) + receives + sends) * setup.accumulation
-    in_flight = 0.0 if at_end else setup.in_flight
     if layout.virtual == 1:
-        sent = sends * (in_flight + 1) + receives * (1 + at_end - in_flight)
+        sent = sends * (setup.in_flight + 1) + receives * (1 - setup.in_flight)
     else:
-        outputs = layout.virtual * in_flight  # of this rank's stages
+        outputs = layout.virtual * setup.in_flight  # of this rank's stages
         # Inputs that `stored_activations` counts. The first stage receives none, and the last sends a loss.
-        inputs = outputs if receives or at_end else (layout.virtual - 1) * layout.pp
-        sent = outputs - (not sends and not at_end) + 1 - inputs
+        inputs = outputs if receives else (layout.virtual - 1) * layout.pp
+        sent = outputs - (not sends) + 1 - inputs
     return (received + sent) * 2.0 * setup.tokens * setup.hidden

@@ -19,7 +19,7 @@ from fp8_suite.training.estimate.sizes import (
     choose_sizes,
     for_tensors,
     gb,
-    kept_global_batch,
+    global_batch,
     unpredicted_sizes,
 )
 
@@ -114,7 +114,8 @@ def unchanged_numerics(sizing: Sizing) -> Changes:
         return {}
     batch: Changes = {}
     if cfg.optim.batch_size != AUTO:
-        batch = kept_global_batch(cfg, sizing.requested.data_ranks) | {"batch_size": AUTO}
+        total = None if cfg.optim.batch_ramp else global_batch(cfg, sizing.requested.data_ranks)
+        batch = {"global_batch_size": total, "gradient_accumulation_steps": None, "batch_size": AUTO}
     if cfg.model.offload_activations:  # offloading needs a level
         return batch
     return batch | {"recompute": AUTO}

@@ -283,7 +283,6 @@ def after_backward(setup: TrainingSetup) -> dict[str, float]:
         "gradients": gradients,
         "FP8 weight copies": max(parts["FP8 weight copies"] * setup.caches_fp8_weights, one_layer),
         "activations": 0.0 if setup.fsdp else layer_activations(setup),
-        "between pipeline stages": between_stages(setup, at_end=True),
         "logits and head gradient": 0.0,
         "gathered, communication": communication,
     }

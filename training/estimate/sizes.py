@@ -86,12 +86,6 @@ def runnable_batches(request: TrainingSetup) -> list[int]:
     return [*compress(allowed, filled)] or allowed
 
 
-def kept_global_batch(cfg: Config, ranks: int) -> dict[str, Any]:
-    """Return the settings under which another micro-batch keeps the batch of every step."""
-    total = None if cfg.optim.batch_ramp else global_batch(cfg, ranks)
-    return {"global_batch_size": total, "gradient_accumulation_steps": None}
-
-
 def _allowed_by_ramp(cfg: Config, ranks: int) -> list[int]:
     """Return the micro-batches that divide the batches of all phases. UserError if there is none."""
     batch, accumulation = cfg.optim.batch_size, cfg.optim.gradient_accumulation_steps
@@ -161,8 +155,6 @@ class Sizing:
     @property
     def has_room(self) -> bool:
         """True if what torch caches for FSDP2's streams fits too, so that a step never flushes the cache."""
-        if self.needed is None or not self.chosen.caches_by_stream:
-            return self.fits
         return self.fits and peak_with_caches(self.chosen) <= for_tensors(self.free)
 
     @property

@@ -135,9 +135,10 @@ def _adapter_bytes(setup: TrainingSetup) -> float:
 
 
 def adam_bytes(setup: TrainingSetup) -> float:
-    """Optimizer traffic in bytes per parameter: weight, gradient, 16-bit remainder, moments."""
+    """Optimizer traffic in bytes per parameter: weight, gradient, 16-bit remainder, moments, FP8 weight."""
     optimizer = setup.optimizer
-    return 2 * 2 + 2 + 2 * 2 * optimizer.master_weights + 2 * optimizer.moment_bytes
+    quantization = (2 + 2 + 1) * setup.fp8_share  # finding the largest value is a pass of its own
+    return 2 * 2 + 2 + 2 * 2 * optimizer.master_weights + 2 * optimizer.moment_bytes + quantization
 
 
 def _optimizer_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
