@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fp8_suite.training.checkpoint import index
-from fp8_suite.training.checkpoint.manifest import read_manifest
+from fp8_suite.training.checkpoint.manifest import read_manifest, verify
 from fp8_suite.training.checkpoint.store import Checkpoints
 from safetensors.torch import load_file
 
@@ -377,4 +376,4 @@ def test_a_killed_rank_ends_the_job_and_keeps_the_last_checkpoint(folder):
     print(f"the job ended after {seconds:.0f} s")
     assert process.returncode != 0 and seconds < 100
     checkpoints = Checkpoints(run / "checkpoints", keep_last=5)
-    index.verify(checkpoints.latest())
+    verify(checkpoints.latest())

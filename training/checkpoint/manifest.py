@@ -19,8 +19,10 @@ THREADS = 4  # per rank; reading, writing and hashing all release the GIL
 class DamagedCheckpoint(UserError):
     """A checkpoint is incomplete or corrupt."""
 
-    def __init__(self, message: str):
-        super().__init__(message, flags=("resume",), exit_code=EXIT_BAD_SETTING)
+
+def damaged(reason: str) -> DamagedCheckpoint:
+    message = f"{reason}; resume from another checkpoint, such as --resume RUN/checkpoints/step_000500"
+    return DamagedCheckpoint(message, flags=("resume",), exit_code=EXIT_BAD_SETTING)
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, dict]:
@@ -51,26 +53,25 @@ def read_manifest(folder: Path) -> dict:
     try:
         outer = read_json(path)
     except UnreadableFile as error:
-        raise DamagedCheckpoint(f"{error}, so the checkpoint is incomplete or damaged") from None
-    manifest = outer.get("manifest")
-    if not isinstance(manifest, dict) or outer.get("xxh3_128") != _checksum(manifest):
-        raise DamagedCheckpoint(f"{path}: does not match its checksum")
-    return manifest
+        raise damaged(f"{error}, so the checkpoint is incomplete or damaged") from None
+    if outer.get("xxh3_128") != _checksum(outer.get("manifest")):
+        raise damaged(f"{path}: does not match its checksum")
+    return outer["manifest"]
 
 
-def verify_files(folder: Path, names: Iterable[str] | None = None) -> dict:
+def verify(folder: Path, names: Iterable[str] | None = None) -> dict:
     """Return the manifest if all files, or only `names`, match it. DamagedCheckpoint otherwise."""
     manifest = read_manifest(folder)
     files = manifest["files"]
     for path in folder.glob("*.safetensors"):  # torch's reader opens all of them
         if path.name not in files:
-            raise DamagedCheckpoint(f"{path}: not in {MANIFEST}, so it is not part of this checkpoint")
+            raise damaged(f"{path}: not in {MANIFEST}, so it is not part of this checkpoint")
     try:
         actual = digests(folder, sorted(names or files))
     except OSError as error:
-        raise DamagedCheckpoint(f"{error.filename}: {error.strerror}") from None
+        raise damaged(f"{error.filename}: {error.strerror}") from None
     for name, digest in actual.items():
         if digest != files[name]:
             sizes = f"{digest['size']} of {files[name]['size']} bytes"
-            raise DamagedCheckpoint(f"{folder / name}: does not match its checksum ({sizes})")
+            raise damaged(f"{folder / name}: does not match its checksum ({sizes})")
     return manifest

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from fp8_suite.training.checkpoint.manifest import THREADS, DamagedCheckpoint
+from fp8_suite.training.checkpoint.manifest import THREADS, damaged
 from fp8_suite.training.checkpoint.writer import BLOCK, as_bytes, bounce_buffer, set_direct
 from safetensors import safe_open
 from torch import Tensor
@@ -30,12 +30,6 @@ class Reader(dcp.HuggingFaceStorageReader):
         """`digests` are size and checksum of the files to verify; none if the checkpoint is verified."""
         super().__init__(str(path))
         self.digests = digests
-
-    def read_metadata(self) -> dcp.Metadata:
-        try:
-            return super().read_metadata()
-        except Exception:  # a damaged header: torch would log a traceback
-            return dcp.Metadata({})  # the planner misses its first tensor
 
     def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
         """Choose the rank that hashes each file: the one that needs most of it, or has least to hash."""
@@ -103,7 +97,7 @@ class Reader(dcp.HuggingFaceStorageReader):
         finally:
             os.close(descriptor)
         if {"size": position, "xxh3_128": checksum.hexdigest()} != self.digests[name]:
-            raise DamagedCheckpoint(f"{path}: does not match its checksum")
+            raise damaged(f"{path}: does not match its checksum")
         return rest
 
 

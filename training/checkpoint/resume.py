@@ -90,9 +90,9 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
         if latest and path.exists():
             reason = f"--output_dir {folder.parent} holds a run that started elsewhere"
             raise bad_setting(f"{reason}; choose another --output_dir", resume=path)
-    elif path.parent == folder and (newer := _saved_since_rollback(checkpoints.folder, path)):
-        return newer
-    if path.is_dir() and (step_of(path) is not None or (path / MANIFEST).is_file()):
+    elif latest and path.parent == folder and _rolled_back_to(path):
+        return latest
+    if (path / MANIFEST).is_file():
         return path
     for folder in (path, path / "checkpoints"):
         if latest := index.latest(folder):
@@ -110,16 +110,10 @@ def _origin(folder: Path) -> Path:
 # Rollbacks, recorded in index.json
 
 
-def _saved_since_rollback(folder: Path, path: Path) -> Path | None:
-    """Return the newest intact checkpoint saved after the last rollback to `path`, or None."""
-    recorded = index.read_index(folder)
-    if recorded.rolled_back_to is not None and recorded.rolled_back_to == step_of(path):
-        for step in reversed(recorded.steps):
-            if step == recorded.rolled_back_to:
-                break
-            if index.is_intact(newer := folder / index.step_name(step)):
-                return newer
-    return None
+def _rolled_back_to(path: Path) -> bool:
+    """True if the run's last rollback was to `path`, so that its latest checkpoint is derived from it."""
+    step = step_of(path)
+    return step is not None and index.read_index(path.parent).rolled_back_to == step
 
 
 def roll_back(checkpoints: Checkpoints, path: Path) -> None:

@@ -30,7 +30,7 @@ from fp8_suite.core.readers import read_json
 from fp8_suite.te_models.parallel.tensor_parallel import Region
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.index import step_name
-from fp8_suite.training.checkpoint.manifest import THREADS, digests, read_manifest, write_manifest
+from fp8_suite.training.checkpoint.manifest import THREADS, digests, read_manifest, verify, write_manifest
 from fp8_suite.training.checkpoint.planning import LoadPlanner, SavePlanner, tensor_spec
 from fp8_suite.training.checkpoint.reader import Reader
 from fp8_suite.training.checkpoint.staging import Stager, Unstaged
@@ -124,7 +124,7 @@ class Checkpoints:
                 if step in self._unpublished:  # the save in the background will write it
                     self._unpublished[step] = eval_loss
                     return
-                saved = index.read_index(self.folder, rebuild=True)
+                saved = index.read_index(self.folder)
                 if step not in saved.steps:
                     return
                 saved = replace(saved, eval_losses=saved.eval_losses | {step: eval_loss})
@@ -146,8 +146,8 @@ class Checkpoints:
         files, *_ = ranks.run_on_all_ranks(lambda: _check_before_load(path, tensors, self.region))
         try:
             self.read(path, tensors, files)
-        except Exception:  # damage may cause any error: name the file, and an intact checkpoint
-            ranks.run_on_rank0(lambda: index.verify(path))
+        except Exception:  # damage may cause any error: name the file
+            ranks.run_on_rank0(lambda: verify(path))
             raise
 
     def read(self, path: Path, tensors: dict[str, Tensor], files: dict[str, dict] | None = None) -> None:
@@ -160,7 +160,7 @@ class Checkpoints:
 
     def read_meta(self, path: Path) -> dict:
         """Return the verified `meta` of a checkpoint."""
-        index.verify(path, [META])
+        verify(path, [META])
         return read_json(path / META)
 
     def shapes(self, path: Path) -> dict[str, torch.Size]:
@@ -179,7 +179,7 @@ class Checkpoints:
         """Make the folder for a step's files, with `meta`. On one process."""
         self.folder.mkdir(exist_ok=True)  # without parents: a run whose folder was moved must not be split
         # Prune before saving, so that a lower --keep_last frees space on a full disk.
-        index.prune(self.folder, index.read_index(self.folder, rebuild=True), self.keep_last)
+        index.prune(self.folder, index.read_index(self.folder), self.keep_last)
         self.delete_leftovers()
         partial.mkdir()
         write_json(partial / META, meta)
@@ -188,7 +188,7 @@ class Checkpoints:
         """Seal the folder with its manifest, rename it, and update the index. On one process."""
         write_manifest(partial, {"step": step} | manifest)
         with self._lock:
-            saved = index.read_index(self.folder, rebuild=True)
+            saved = index.read_index(self.folder)
             publish(partial, self.folder / step_name(step))
             losses = {number: loss for number, loss in saved.eval_losses.items() if number != step}
             if (eval_loss := self._unpublished.pop(step)) is not None:
@@ -250,7 +250,7 @@ def _check_before_load(
     path: Path, tensors: dict[str, Tensor], region: Callable[[str], Region | None]
 ) -> dict[str, dict]:
     """Return size and checksum of the checkpoint's files, if its tensors fit."""
-    manifest = index.verify(path, [META])
+    manifest = verify(path, [META])
     saved = manifest["tensors"]
     for key, tensor in tensors.items():
         shape = part.shape if (part := region(key)) else tensor.shape

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  (imported by every run)
 from fp8_suite.core.errors import EXIT_BAD_SETTING
 from fp8_suite.training import run
-from fp8_suite.training.checkpoint import index
+from fp8_suite.training.checkpoint.manifest import verify
 from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.parallel.ranks import TORCHRUN
 from safetensors.torch import load_file
@@ -170,7 +170,7 @@ def saved(folder: Path, step: int, parts: tuple = ("model/", "optimizer/")) -> d
 
 def last_checkpoint(folder: Path) -> str:
     checkpoints = Checkpoints(folder / "checkpoints", keep_last=5)
-    index.verify(checkpoints.latest())
+    verify(checkpoints.latest())
     return checkpoints.latest().name
 
 
