@@ -38,7 +38,6 @@ from fp8_suite.training.checkpoint.run_folder import (
     check_space,
     discarded_if_refused,
     open_run_folder,
-    warn_of_space,
     write_config,
 )
 from fp8_suite.training.checkpoint.store import Checkpoints
@@ -115,7 +114,7 @@ def prepare(
         starts = cfg.optim.max_steps != 0 and not (resume and resume.same_run)
         size = checkpoint_bytes(sizing.chosen) if starts and cfg.checkpoint.save_checkpoints else 0.0
         ranks.run_on_rank0(checkpoints.delete_leftovers)
-        ranks.run_on_rank0(lambda: check_space(folder, size))
+        ranks.run_on_rank0(lambda: check_space(folder, size, cfg.checkpoint.keep_last))
         ranks.run_on_rank0(lambda: _record_settings(cfg, folder))  # loading the data may take hours
         load = partial(_load_data, cfg, resolved, strategy, resumes=resume is not None)
         tokenizer, loaders = _on_each_rank(watchdog, "loading the data", load, DATA_SECONDS)
@@ -125,7 +124,6 @@ def prepare(
         total_steps, finished = _count_steps(cfg, folder, resume, loaders, strategy.topology)
     if not finished:
         ranks.run_on_rank0(lambda: write_config(cfg, folder))
-        ranks.run_on_rank0(lambda: warn_of_space(folder, size, cfg.checkpoint, total_steps))
     prepared = PreparedRun(
         cfg=cfg,
         watchdog=watchdog,

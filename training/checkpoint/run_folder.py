@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import shutil
 import time
@@ -14,10 +13,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting
-from fp8_suite.core.files import write_json, write_remedy
+from fp8_suite.core.files import explaining_write_errors, write_json, write_remedy
 from fp8_suite.core.readers import parse_json
 from fp8_suite.training.checkpoint.resume import check_folder
-from fp8_suite.training.checkpoint.settings import CheckpointConfig, parse_save_interval
 from fp8_suite.training.config import Config
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
@@ -30,21 +28,20 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
 
     UserError if it is not writable, is in use by another process, or holds what `check_folder` refuses.
     """
-    if cfg.log.log_dir:  # fail early: the writer opens it only after the model is built
-        with _explaining_errors(log_dir=cfg.log.log_dir):
-            Path(cfg.log.log_dir).mkdir(parents=True, exist_ok=True)
     stem = f"{model_name}-{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(cfg.checkpoint.output_dir or _first_free(Path("runs") / stem))
     lock = FileLock(folder / ".lock")
     try:
-        with _explaining_errors(output_dir=folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire(blocking=False)
-            check_folder(cfg, folder, ranks.world_size())
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+        check_folder(cfg, folder, ranks.world_size())
     except Timeout:
         reason = "another run is writing to it; wait for it, or choose another folder"
         message = f"--output_dir {folder}: {reason}"
         raise UserError(message, flags=["output_dir"], exit_code=EXIT_IN_USE) from None
+    except OSError as error:
+        reason = f"{error.strerror}; {write_remedy(error)}, or choose another folder"
+        raise bad_setting(reason, output_dir=folder) from None
     return folder, lock
 
 
@@ -67,38 +64,16 @@ def _first_free(folder: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-@contextmanager
-def _explaining_errors(**flag: Path | str) -> Iterator[None]:
-    """Turn an OSError in the folder of `flag` into a UserError."""
-    try:
-        yield
-    except Timeout:  # an OSError: the lock is taken
-        raise
-    except OSError as error:
-        raise bad_setting(
-            f"{error.strerror}; {write_remedy(error)}, or choose another folder", **flag
-        ) from None
-
-
-def check_space(folder: Path, size: float) -> None:
-    """UserError if the disk has no room for a checkpoint of `size` bytes."""
+def check_space(folder: Path, size: float, keep_last: int) -> None:
+    """Warn if the disk has no room for all checkpoints of `size` bytes. UserError if it has none for one."""
     free = shutil.disk_usage(folder).free
     if size > free:
         reason = f"a checkpoint takes {size / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free"
         raise bad_setting(f"{reason}; choose another disk, or --no_save_checkpoints", output_dir=folder)
-
-
-def warn_of_space(folder: Path, size: float, cfg: CheckpointConfig, steps: int) -> None:
-    """Warn if the disk has no room for all checkpoints of `size` bytes that a new run of `steps` keeps."""
-    every, seconds = parse_save_interval(cfg.save_interval)
-    saves = math.inf if seconds else math.ceil(steps / every) if every else 1
-    # A save needs its room before it deletes the oldest checkpoint.
-    needed = min(cfg.keep_last + 1, saves)
-    free = shutil.disk_usage(folder).free
-    if needed * size > free:
+    if (keep_last + 1) * size > free:  # a save needs its room before it deletes the oldest checkpoint
         print_rank0(
-            f"WARNING: --keep_last {cfg.keep_last}: {needed} more checkpoints of {size / 1e9:.1f} GB do not "
-            f"fit on the disk of --output_dir, which has {free / 1e9:.1f} GB free"
+            f"WARNING: --keep_last {keep_last}: the disk of --output_dir has {free / 1e9:.1f} GB free; "
+            f"{keep_last + 1} checkpoints of {size / 1e9:.1f} GB do not fit"
         )
 
 
@@ -124,7 +99,7 @@ def check_shared(folder: Path) -> None:
 
 def write_config(cfg: Config, folder: Path) -> None:
     """Write settings.json with --output_dir set, so that `--config settings.json` resumes the run."""
-    with _explaining_errors(output_dir=folder):
+    with explaining_write_errors(folder / "settings.json"):
         write_json(folder / "settings.json", cfg.to_dict() | {"output_dir": str(folder)})
 
 
