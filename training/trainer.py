@@ -291,7 +291,9 @@ class Trainer:
             progress.loss_scale = loss_scale.state()
         evaluated, metrics = self.last_eval
         with self.wall_time.phase("saving"):
-            self.saver.save(step, metrics["eval/loss"] if evaluated == step else None)
+            self.saver.save(step)
+            if evaluated == step:
+                self.saver.record_eval_loss(step, metrics["eval/loss"])
         self.save_timer.restart()  # the save may have taken longer than the interval
 
     def _finish_save(self) -> None:

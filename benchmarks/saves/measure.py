@@ -59,7 +59,7 @@ class Suite:
     def save(self, step: int) -> tuple[Callable, Callable]:
         """Start; return what waits until the state may change, and until the checkpoint is complete."""
         self.saver.checkpoints = self.checkpoints
-        self.saver.save(step, None)
+        self.saver.save(step)
         self.saver.checkpoints = None  # the loop itself saves nothing
         return self.saver.before_update, self.saver.finish
 

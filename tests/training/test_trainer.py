@@ -120,9 +120,9 @@ class Saver:
     on_save: Callable = lambda: None
     events: list = field(default_factory=list)
 
-    def save(self, step, eval_loss):
+    def save(self, step):
         self.saved_step = step
-        self.events.append((step, eval_loss))
+        self.events.append(step)
         self.on_save()
 
     def record_eval_loss(self, step, eval_loss):
@@ -354,7 +354,7 @@ def test_evaluations_and_saves_happen_when_due_and_once_at_the_end():
     made, record = trainer(total_steps=7, eval_batches=[to_batch(rows(2))], **due)
     made.train()
     assert [step for step, metrics in record.lines if "eval/loss" in metrics] == [0, 3, 6, 7]
-    saves = [(2, None), (4, None), (6, None), "6 evaluated", (7, None), "7 evaluated"]
+    saves = [2, 4, 6, "6 evaluated", 7, "7 evaluated"]
     assert made.saver.events == saves, "saved first"
     assert made.progress.best_eval_loss == min(record.series("eval/loss"))
 
@@ -368,7 +368,7 @@ def test_a_timed_save_is_due_after_a_minute_of_training_and_once_at_the_end(save
     made.stack.optimizer.register_step_pre_hook(lambda *_: advance(20))
     advance(1000)  # of the start, which does not count
     assert made.train()
-    saves = [(4, None), (8, None), (12, None), "12 evaluated", (16, None), "16 evaluated"]
+    saves = [4, 8, 12, "12 evaluated", 16, "16 evaluated"]
     assert saver.events == saves
     assert made.progress.train_seconds == 16 * 20
 
@@ -387,7 +387,7 @@ def test_a_resumed_run_makes_up_for_a_missed_evaluation_only(missed):
     resumed = {"progress": Progress(step=3), "eval_interval": 3, "eval_at_start": True, "saver": saver}
     made, record = trainer(total_steps=8, eval_batches=[to_batch(rows(2))], **resumed)
     made.train()
-    assert saver.events == ["3 evaluated"] * missed + [(8, None), "8 evaluated"]
+    assert saver.events == ["3 evaluated"] * missed + [8, "8 evaluated"]
     assert [step for step, metrics in record.lines if "eval/loss" in metrics] == [3] * missed + [6, 8]
 
 
@@ -482,7 +482,7 @@ def test_a_signal_finishes_the_step_saves_once_and_stops(number, save_interval):
     made.hooks.after_step = send
     handler = signal.getsignal(number)
     assert stopped(made)
-    assert saver.events == [(1, None)] and made.progress.step == 1
+    assert saver.events == [1] and made.progress.step == 1
     assert signal.getsignal(number) is handler
 
 
@@ -499,7 +499,7 @@ def test_a_signal_during_an_evaluation_ends_it():
 
     made.loaders.eval = Interrupted([to_batch(rows(2))] * 3)
     assert stopped(made)
-    assert len(seen) < 3 and made.saver.events == [(2, None)] and not record.series("eval/loss")
+    assert len(seen) < 3 and made.saver.events == [2] and not record.series("eval/loss")
 
 
 class Hung(ListLoader):
@@ -527,7 +527,7 @@ def test_a_signal_while_waiting_for_data_saves_the_last_step_and_its_position():
     made, _ = trainer(batches, total_steps=4, gradient_accumulation_steps=2, saver=saver)
     made.loaders.train = Hung(made, 5)
     assert stopped(made)
-    assert saver.events == [(2, None)] and positions == [{"epoch": 0, "done": 4}]
+    assert saver.events == [2] and positions == [{"epoch": 0, "done": 4}]
     made.stop(signal.SIGTERM, None)  # another one changes nothing
 
 

@@ -79,7 +79,7 @@ class CheckpointSaver:
             tensors, _ = saved_state(self.run, self.scaling.state())
             self.stager.reserve(tensors)
 
-    def save(self, step: int, eval_loss: float | None) -> None:
+    def save(self, step: int) -> None:
         """Save this step. With a stager only begin to: `before_update` must precede the next update."""
         self.saved_step = step
         if self.checkpoints is None:
@@ -88,9 +88,9 @@ class CheckpointSaver:
         self.wall_time.count()
         tensors, meta = saved_state(self.run, self.scaling.state())
         if self.stager is None:
-            self.checkpoints.save(step, tensors, meta, eval_loss=eval_loss)
+            self.checkpoints.save(step, tensors, meta)
             return
-        self.pending = self.checkpoints.start_save(step, tensors, meta, self.stager, eval_loss=eval_loss)
+        self.pending = self.checkpoints.start_save(step, tensors, meta, self.stager)
         self.unstaged, self._blocking = True, False
 
     def before_update(self) -> None:
@@ -120,7 +120,6 @@ class CheckpointSaver:
             self.pending = None
             self.before_update()
             self.wall_time.move(self.stager.gpu_waited(), "steps", "saving")
-            self.stager.release()
 
     def saving(self) -> bool:
         """True while a save is being written in the background. Called by the watchdog's thread."""
@@ -135,7 +134,7 @@ class CheckpointSaver:
             self.finish()
 
     def record_eval_loss(self, step: int, eval_loss: float) -> None:
-        """Add the eval loss to a checkpoint that was begun before its evaluation."""
+        """Add the eval loss to a checkpoint, which may still be written."""
         if self.checkpoints is not None:
             self.checkpoints.record_eval_loss(step, eval_loss)
 

@@ -19,8 +19,6 @@ THREADS = 4  # they copy within host memory
 PIECE = 2**26  # bytes that a thread copies at a time
 SMALL = 2**20  # bytes: torch's allocator rounds up to a power of two, but is fast
 
-Kind = tuple[int, bool]  # of memory: bytes, and whether the GPU writes to it
-
 
 class Stager(AsyncStager):
     """Stages one state at a time for `torch.distributed.checkpoint.async_save`.
@@ -42,8 +40,7 @@ class Stager(AsyncStager):
         self.threads = ThreadPoolExecutor(
             THREADS, "staging", initializer=self.api.set_device, initargs=(device,)
         )
-        self.free: dict[Kind, list[Tensor]] = {}
-        self.lent: list[tuple[Kind, Tensor]] = []
+        self.memory: dict[str, Tensor] = {}  # of the copies, by key
         self.copies: list[Future] = []  # within host memory, of the save that has begun
         self.unread = threading.Event()  # cleared while a save reads state that it has not copied
         self.unread.set()
@@ -51,11 +48,12 @@ class Stager(AsyncStager):
 
     def reserve(self, state: dict[str, Tensor]) -> None:
         """Allocate the memory for copies of `state` in the background, as page-locking takes time."""
-        kinds = [_kind(local(tensor)) for tensor in state.values() if self._is_copied(local(tensor))]
+        shards = {key: local(tensor) for key, tensor in state.items()}
+        sizes = {key: (s.nbytes, s.is_cuda) for key, s in shards.items() if self._is_copied(s)}
 
         def allocate() -> None:
-            for kind in kinds:
-                self.free.setdefault(kind, []).append(_allocate(*kind))
+            for key, (size, for_gpu) in sizes.items():
+                self.memory[key] = _allocate(size, for_gpu)
 
         self.reserved = self.threads.submit(allocate)
 
@@ -78,7 +76,9 @@ class Stager(AsyncStager):
                     self.unread.clear()
                     staged[key] = tensor
                     continue
-                source, copy = as_bytes(shard), self._take(_kind(shard))
+                source, copy = as_bytes(shard), self.memory.get(key)
+                if copy is None or len(copy) != len(source):
+                    copy = self.memory[key] = _allocate(len(source), source.is_cuda)
                 if source.is_cuda:
                     copy.copy_(source, non_blocking=True)
                 else:
@@ -107,12 +107,6 @@ class Stager(AsyncStager):
         """Note that the files of the save are written, or that it has failed."""
         self.unread.set()
 
-    def release(self) -> None:
-        """Take back the memory of a save that has ended."""
-        for kind, memory in self.lent:
-            self.free.setdefault(kind, []).append(memory)
-        self.lent = []
-
     def _is_copied(self, shard: Tensor) -> bool:
         return shard.is_cuda or self.copies_host or shard.nbytes < SMALL
 
@@ -125,21 +119,11 @@ class Stager(AsyncStager):
         sources.clear()
         return staged
 
-    def _take(self, kind: Kind) -> Tensor:
-        free = self.free.get(kind)
-        memory = free.pop() if free else _allocate(*kind)
-        self.lent.append((kind, memory))
-        return memory
-
     def _copy_in_threads(self, copy: Tensor, source: Tensor) -> None:
         for start in range(0, len(source), PIECE):
             piece = source[start : start + PIECE]
             arguments = copy[start:].data_ptr(), piece.data_ptr(), len(piece)
             self.copies.append(self.threads.submit(ctypes.memmove, *arguments))
-
-
-def _kind(shard: Tensor) -> Kind:
-    return shard.nbytes, shard.is_cuda
 
 
 def _allocate(size: int, for_gpu: bool) -> Tensor:
@@ -167,4 +151,3 @@ class Unstaged(AsyncStager):
         return 0.0
 
     def end_reading(self) -> None: ...
-    def release(self) -> None: ...

@@ -56,27 +56,19 @@ class Checkpoints:
         self._unpublished: dict[int, float | None] = {}  # eval loss of the step that is being saved
         self._group: Any = None  # process group of saves in the background
 
-    def save(
-        self, step: int, tensors: dict[str, Tensor], meta: dict, *, eval_loss: float | None = None
-    ) -> Path:
+    def save(self, step: int, tensors: dict[str, Tensor], meta: dict) -> Path:
         """Save `tensors` bit-exactly as `step`, prune old checkpoints, return the folder. Collective.
 
         Tensors are plain or DTensors and share no memory. Ranks may have different keys; a plain tensor with
         the same key must be equal on all ranks, unless it is a part of one (`region`). `meta` (JSON)
-        and `eval_loss` are read on rank 0. If any rank fails, all raise (UserError if writing failed), and
-        earlier checkpoints stay intact.
+        is read on rank 0. If any rank fails, all raise (UserError if writing failed), and earlier checkpoints
+        stay intact.
         """
-        options = self._options(step, meta, eval_loss)
+        options = self._options(step, meta)
         return self._finished(step, lambda: _run_dcp(dcp.save, tensors, **options))
 
     def start_save(
-        self,
-        step: int,
-        tensors: dict[str, Tensor],
-        meta: dict,
-        stager: Stager | Unstaged,
-        *,
-        eval_loss: float | None = None,
+        self, step: int, tensors: dict[str, Tensor], meta: dict, stager: Stager | Unstaged
     ) -> PendingSave:
         """Begin a save like `save`, written and published in the background, one at a time. Collective.
 
@@ -84,17 +76,17 @@ class Checkpoints:
         """
         if self._group is None and ranks.world_size() > 1:
             self._group = torch.distributed.new_group(backend="gloo", timeout=ranks.COLLECTIVE_TIMEOUT)
-        options = self._options(step, json.loads(json.dumps(meta)), eval_loss)
+        options = self._options(step, json.loads(json.dumps(meta)))
         options |= {"async_stager": stager, "process_group": self._group}
         options["storage_writer"].on_written = stager.end_reading
         written: Future = _run_dcp(dcp.async_save, tensors, **options).upload_completion
         written.add_done_callback(lambda _: stager.end_reading())
         return PendingSave(written, lambda: self._finished(step, _raising_cause()(written.result)))
 
-    def _options(self, step: int, meta: dict, eval_loss: float | None) -> dict[str, Any]:
+    def _options(self, step: int, meta: dict) -> dict[str, Any]:
         planner = SavePlanner(self.region)
         with self._lock:
-            self._unpublished = {step: eval_loss}
+            self._unpublished = {step: None}
         return {"storage_writer": _Writer(self, step, meta, planner), "planner": planner}
 
     def _finished(self, step: int, write: Callable[[], Any]) -> Path:
@@ -114,7 +106,7 @@ class Checkpoints:
         return final
 
     def record_eval_loss(self, step: int, eval_loss: float) -> None:
-        """Add the eval loss to a checkpoint that was saved before its evaluation, and prune. Collective.
+        """Add the eval loss to a checkpoint, which may still be written, and prune. Collective.
 
         Does nothing if the checkpoint was deleted meanwhile, such as by hand to free space.
         """

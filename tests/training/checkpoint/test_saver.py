@@ -84,7 +84,7 @@ def test_the_node_with_the_least_memory_decides_what_is_copied(gathered, copies_
 def test_a_save_waits_for_the_one_before(built):
     run, _ = built()
     for step in (1, 2):
-        run.save(step, None)
+        run.save(step)
         run.before_update()
     assert run.checkpoints.latest().name == "step_000001"
     run.finish()
@@ -94,7 +94,7 @@ def test_a_save_waits_for_the_one_before(built):
 @pytest.mark.usefixtures("slow_disk")
 def test_the_watchdog_hears_of_every_file_while_the_update_waits_for_offloaded_state(built):
     run, told = built(copies_host=False)
-    run.save(1, None)
+    run.save(1)
     run.before_update()
     assert told == ["beat"] * FILES
     run.finish()

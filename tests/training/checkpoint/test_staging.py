@@ -56,7 +56,6 @@ def test_memory_is_allocated_once(reserved, monkeypatch):
     for _ in range(3):
         staged = stager.stage(state()).result()
         assert torch.equal(staged["columns"], state()["columns"])
-        stager.release()
     assert sorted(allocated) == sizes
 
 

@@ -64,7 +64,9 @@ def save_steps(folder: Path, *steps: int, keep_last: int = 9, **losses: float) -
     folder.parent.mkdir(exist_ok=True)
     checkpoints = Checkpoints(folder, keep_last=keep_last)
     for step in steps:
-        checkpoints.save(step, filled(step), {"step": step}, eval_loss=losses.get(f"loss{step}"))
+        checkpoints.save(step, filled(step), {"step": step})
+        if (loss := losses.get(f"loss{step}")) is not None:
+            checkpoints.record_eval_loss(step, loss)
     return checkpoints
 
 
@@ -403,8 +405,11 @@ def save_shards(rank: int, folder: Path) -> None:
     checkpoints = Checkpoints(folder / "two ranks", keep_last=1)
     rng = {f"rng.{rank}": torch.full((3,), rank)}
     tensors = distributed(full_tensors()) | rng
-    checkpoints.save(1, tensors, {"rank": rank}, eval_loss=rank - 1)
-    checkpoints.start_save(2, tensors, {"rank": rank}, Stager(CPU), eval_loss=rank - 2).finish()
+    checkpoints.save(1, tensors, {"rank": rank})
+    checkpoints.record_eval_loss(1, rank - 1)
+    pending = checkpoints.start_save(2, tensors, {"rank": rank}, Stager(CPU))
+    checkpoints.record_eval_loss(2, rank - 2)
+    pending.finish()
 
 
 def test_shards_are_exact_on_any_number_of_ranks(tmp_path):
