@@ -8,7 +8,6 @@ from fp8_suite.benchmarks.plan.inputs import read_model
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.readers import UnreadableFile, read_json, read_record, read_yaml
 from fp8_suite.te_models.spec import find_model
-from fp8_suite.training.checkpoint import index
 from fp8_suite.training.config import load_config_file
 from fp8_suite.training.parallel.settings import read_deepspeed_config
 
@@ -42,7 +41,6 @@ def test_the_reason_for_a_damaged_file_is_one_line(case, tmp_path):
         ("zero.json", lambda path: read_deepspeed_config(str(path)), "deepspeed_config"),
         ("config.json", lambda path: read_model(str(path.parent)), "model_name"),
         ("config.json", lambda path: find_model(str(path.parent), init="auto", use_te=False), "model_name"),
-        ("index.json", lambda path: index.read_index(path.parent), "resume"),
     ],
 )
 def test_every_file_that_a_user_names_is_refused_by_its_flag(name, read, flag, case, tmp_path):

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,9 @@ class Checkpoints:
             self._group = torch.distributed.new_group(backend="gloo", timeout=ranks.COLLECTIVE_TIMEOUT)
         options = self._options(step, json.loads(json.dumps(meta)))
         options |= {"async_stager": stager, "process_group": self._group}
-        options["storage_writer"].on_written = stager.end_reading
         written: Future = _run_dcp(dcp.async_save, tensors, **options).upload_completion
         written.add_done_callback(lambda _: stager.end_reading())
-        return PendingSave(written, lambda: self._finished(step, _raising_cause()(written.result)))
+        return PendingSave(written.done, lambda: self._finished(step, _raising_cause()(written.result)))
 
     def _options(self, step: int, meta: dict) -> dict[str, Any]:
         planner = SavePlanner(self.region)
@@ -190,15 +189,12 @@ class Checkpoints:
             index.write_index(self.folder, index.prune(self.folder, saved, self.keep_last))
 
 
+@dataclass(frozen=True)
 class PendingSave:
     """A save in the background."""
 
-    def __init__(self, written: Future, finish: Callable[[], Path]):
-        """`finish` waits, and returns the checkpoint or raises, as `Checkpoints.save` does."""
-        self._written, self.finish = written, finish
-
-    def done(self) -> bool:
-        return self._written.done()
+    done: Callable[[], bool]
+    finish: Callable[[], Path]  # waits, and returns the checkpoint or raises, as `Checkpoints.save` does
 
 
 def in_groups(items: Iterable[Any], size_of: Callable[[Any], int], limit: int) -> Iterator[list[Any]]:
@@ -263,7 +259,6 @@ class _Writer(dcp.StorageWriter):
     def __init__(self, checkpoints: Checkpoints, step: int, meta: dict, planner: SavePlanner):
         self.checkpoints, self.step, self.meta, self.planner = checkpoints, step, meta, planner
         self.partial = hidden(checkpoints.folder / step_name(step), "partial")
-        self.on_written: Callable[[], None] = lambda: None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -293,7 +288,6 @@ class _Writer(dcp.StorageWriter):
         files = [file for items in rounds.values() for file in in_groups(items, nbytes, limit)] or [[]]
         with ThreadPoolExecutor(THREADS) as pool:
             results = list(pool.map(self._write, range(len(files)), files))
-        self.on_written()  # the state in memory is not read any more
         done: torch.futures.Future[list] = torch.futures.Future()
         done.set_result(results)
         return done
