@@ -41,7 +41,7 @@ class ModelSpec:
     trust_remote_code: bool = False
     quantization: dict[str, Any] | None = None  # quantization_config of FP8 weights; `config` lacks it
     dequantized: str | None = None  # number and form of FP8 tensors, for the run's records
-    on_one_grid: frozenset[str] = frozenset()  # names of its FP8 weights with one scale, or powers of two
+    on_one_grid: frozenset[str] = frozenset()  # names of its FP8 weights, see `WeightSource`
     dithers: bool = False  # these start anywhere in their rounding intervals
 
     @property
@@ -139,10 +139,13 @@ def _read_config(name: str, init: str, *, random: bool, trust_remote_code: bool)
         presets = "a preset of te_models/presets.py" if random else ", ".join(sorted(LOCAL_PRESETS))
         others = "use --init random" if name in PRESETS else presets
         way = (
-            "a local folder or a hub id" if init == "pretrained" else f"a local folder, a hub id or {others}"
+            "Give a local folder or a hub id"
+            if init == "pretrained"
+            else f"Give a local folder, a hub id or {others}"
         )
-        reason = f"{first_line(error)} Give {way}"
-        raise bad_setting(reason, model_name=name) from None
+        if "gated" in str(error):
+            way = "Accept its licence on the hub, and log in with `hf auth login`"
+        raise bad_setting(f"{first_line(error)} {way}", model_name=name) from None
     except Exception as error:  # fields with wrong names or types raise errors of many types
         raise _wrong_config(name, error) from error
     raise bad_setting(NEEDS_CODE, model_name=name)

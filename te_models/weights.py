@@ -122,7 +122,7 @@ class WeightSource(ABC):
 
     name = "random weights"
     fp8: Collection[str] = ()  # weights stored in FP8, which `rows` dequantizes to FP32
-    on_one_grid: Collection[str] = ()  # those whose scales are powers of two, or one scale
+    on_one_grid: Collection[str] = ()  # those with one scale, or whose scales differ by powers of two
     _shapes: dict[str, torch.Size]
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -168,7 +168,7 @@ def rounded_at_random(
     """Yield tensors with noise in those of `names`, so that their cast to FP8 blocks rounds at random.
 
     A weight that has moved from the grid by a part of a step then rounds to the next value with about this
-    probability, so a model's many small updates survive on average.
+    probability, so a model's many small updates survive on average. The tensors in `names` become BF16.
     """
     for name, tensor in tensors:
         if name in names:

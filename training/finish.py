@@ -135,7 +135,7 @@ def _rounded(prepared: PreparedRun, tensors: NamedTensors, quantizer: Quantizer)
     """
     cfg, spec, precision = prepared.cfg, prepared.resolved.model, prepared.resolved.precision
     in_blocks = precision.in_use == {"block"} and not cfg.precision.fp8_fp32_scales
-    if not spec.on_one_grid or cfg.optim.max_steps == 0 or (in_blocks and not cfg.lora.lora_rank):
+    if not spec.on_one_grid or (in_blocks and not cfg.lora.lora_rank):
         return tensors
     stored = fp8_weights(parameter_shapes(on_meta(spec)), quantizer.form, quantizer.bf16)
     return rounded_at_random(tensors, stored & spec.on_one_grid, cfg.optim.seed)

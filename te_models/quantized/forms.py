@@ -24,9 +24,9 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dither_blocks(weight: Tensor, noise: Tensor) -> Tensor:
-    """Return FP32 weights [out, in] moved as far as `dither` moves their values in blocks from the middle."""
+    """Return BF16 weights [out, in] moved as far as `dither` moves their values in blocks from the middle."""
     values, scales = quantize_blocks(weight)
-    return weight + dequantize(dither(values, noise) - values.float(), scales, SQUARE)
+    return (weight + dequantize(dither(values, noise) - values.float(), scales, SQUARE)).bfloat16()
 
 
 def quantize_channels(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ class QuantizedReader:
                 self.scales[key] = self._read_scales(key, names.get(key))
             elif key in names or dtype in OTHER_FORMS:
                 raise self._error(f"{key} is {dtype}, which is no known form of FP8 weights")
-        self.on_one_grid = {  # their scales are powers of two, or there is a single one
+        self.on_one_grid = {  # they have one scale, or scales that differ by powers of two
             key
             for key, (scales, _) in self.scales.items()
             if ((mantissas := scales.frexp()[0]) == mantissas[0, 0]).all()
