@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
+import signal
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -65,6 +67,9 @@ def as_command(work: Callable[[list[str]], int]) -> Callable[[list[str] | None],
         except KeyboardInterrupt as stop:
             print(str(stop) or "interrupted", file=sys.stderr)
             return EXIT_INTERRUPTED
+        except BrokenPipeError:  # a reader such as `head` closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
         except (UserError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return getattr(error, "exit_code", EXIT_BAD_SETTING)

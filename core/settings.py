@@ -82,10 +82,12 @@ def check_bounds(name: str, value: float, bounds: dict[str, float]) -> None:
 
 
 def nearest(name: Any, candidates: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the candidate of the start or closest spelling, in any case."""
+    """Return "; did you mean ...?" with the candidate of the initials (lr), start or closest spelling."""
     typed = str(name).lower()
     by_spelling = {candidate.lower(): candidate for candidate in candidates}
-    close = [candidate for candidate in by_spelling if typed.strip("-") and candidate.startswith(typed)]
+    initials = {"".join(word[:1] for word in c.lstrip("-").split("_")): c for c in reversed(by_spelling)}
+    close = [initials[short]] if (short := typed.lstrip("-")) in initials else []
+    close += [candidate for candidate in by_spelling if short and candidate.startswith(typed)]
     close += difflib.get_close_matches(typed, by_spelling, n=1, cutoff=0.7)
     return f"; did you mean {by_spelling[close[0]]!r}?" if close else ""
 

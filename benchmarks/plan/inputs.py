@@ -41,7 +41,10 @@ def read_model(name: str) -> Model:
     present = {field: value for field, value in fields.items() if value is not None}
     if fields.get("use_sliding_window") is False:  # Qwen's config.json has a window, but it is off
         present.pop("sliding_window", None)
-    shape = ModelShape.from_hf_config(SimpleNamespace(**present))
+    try:
+        shape = ModelShape.from_hf_config(SimpleNamespace(**present))
+    except AttributeError as error:
+        raise bad_setting(f"its config.json has no {error.name}", model_name=name) from None
     size = ModelSize(_parameters(shape, family, tied=tied), shape, tied, family.qk_norm)
     return Model(size, family, fields.get("max_position_embeddings"))
 

@@ -55,7 +55,11 @@ def named_file(cfg: DataConfig) -> str | None:
     """Return the data file that --dataset_name names, or None for a folder or hub id."""
     name, configuration = name_and_configuration(cfg)
     path = Path(name).expanduser()
-    is_file, is_data = path.is_file(), common_format([name]) is not None
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # no permission
+        raise bad_setting(f"{error.strerror}; check the path", dataset_name=cfg.dataset_name) from None
+    is_data = common_format([name]) is not None
     if is_data and not is_file:
         raise bad_setting("no such file; check the path", dataset_name=cfg.dataset_name)
     if is_file and (configuration or not is_data):

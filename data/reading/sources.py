@@ -5,7 +5,9 @@ Register data sets with a custom reader in DATASETS; `open_path_or_hub` reads al
 
 from __future__ import annotations
 
+import glob
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,8 +90,13 @@ def open_source(cfg: DataConfig, split: str) -> Source:
     """Open a split of --dataset_name. UserError if it cannot be read or has no rows."""
     source = DATASETS.get(cfg.dataset_name, open_path_or_hub)(cfg, split)
     if isinstance(source.rows, Dataset) and not len(source.rows):
-        raise bad_setting(f"split {split} has no rows; choose another split", dataset_name=cfg.dataset_name)
+        raise without_rows(cfg, split)
     return source
+
+
+def without_rows(cfg: DataConfig, split: str) -> UserError:
+    """Return the error of an empty split."""
+    return bad_setting(f"split {split} has no rows; choose another split", dataset_name=cfg.dataset_name)
 
 
 def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str]) -> Source:
@@ -133,7 +140,9 @@ def load_options(cfg: DataConfig, split: str, files: list[str]) -> dict[str, Any
     Otherwise `load_dataset` downloads all splits: OpenMathInstruct-2's `train` is 14 times its `train_1M`.
     """
     options = {"split": split, "streaming": cfg.streaming}
-    return options | ({"data_files": {split: files}, "verification_mode": "no_checks"} if files else {})
+    # `datasets` reads names as patterns, in which the brackets of data[1].jsonl are special.
+    names = [glob.escape(file) if Path(file).is_file() else file for file in files]
+    return options | ({"data_files": {split: names}, "verification_mode": "no_checks"} if files else {})
 
 
 def choose_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> str:
@@ -189,6 +198,8 @@ def unreadable(cfg: DataConfig, error: Exception) -> UserError:
     cause: BaseException = error
     while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
         cause = cause.__cause__
+    if empty := re.fullmatch(r'Instruction "(.*)" corresponds to no data!', one_line(cause)):
+        return without_rows(cfg, empty[1])
     check = "the name and the network"
     if Path(name_and_configuration(cfg)[0]).expanduser().exists():
         check = "that all files are complete and the files of a split have equal columns"

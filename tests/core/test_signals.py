@@ -69,12 +69,15 @@ with stop.listening():
 @pytest.mark.skipif(sys.platform != "linux", reason="uses prctl")
 def test_a_worker_is_told_that_its_parent_is_gone():
     worker = """
-import signal
+import signal, time
 from fp8_suite.core.signals import handling_stop_signals, stop_with_parent
-with handling_stop_signals(lambda number, frame: print(signal.Signals(number).name, flush=True)):
+seen = []
+with handling_stop_signals(lambda number, frame: seen.append(number)):
     stop_with_parent()
     print("ready", flush=True)
-    signal.pause()
+    while not seen:
+        time.sleep(0.05)
+    print(signal.Signals(seen[0]).name, flush=True)
 """
     command = [sys.executable, "-c", worker]
     parent = f"import subprocess; subprocess.run({command!r}, start_new_session=True)"

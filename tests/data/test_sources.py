@@ -66,9 +66,10 @@ def without_rows(*columns) -> bytes:
         ("train.tsv", TABLE.replace(b",", b"\t")),
         ("train.jsonl.gz", gzip.compress(BROKEN)),
         ("train.tsv.bz2", bz2.compress(TABLE.replace(b",", b"\t"))),
+        ("rows [1].csv", TABLE),
         ("train.json.xz", lzma.compress(json.dumps(ROWS).encode())),
     ],
-    ids=["jsonl", "BOM", "json", "parquet", "csv", "tsv", "gz", "bz2", "xz"],
+    ids=["jsonl", "BOM", "json", "parquet", "csv", "tsv", "gz", "bz2", "brackets", "xz"],
 )  # fmt: skip
 def test_every_format_gives_the_same_rows(load, answers, tmp_path, name, contents, folder, streaming):
     contents = as_parquet(ROWS, tmp_path) if contents is None else contents
@@ -240,7 +241,7 @@ def test_padding_with_eos_keeps_the_loss_on_real_eos(load, tokenizer, packing):
     assert tokenizer.pad_token_id == VOCABULARY > int(batch.inputs["input_ids"].max())
 
 
-NO_ROWS = "--dataset_name .*: (cannot be read: .*corresponds to no data|the stream has no rows)"
+NO_ROWS = "--dataset_name .*: (split train|the stream) has no rows"
 ERRORS = {
     "unknown split": (USABLE, {"split_name": "dev"}, "--split_name dev: no such split.*it has train$"),
     "empty file": (b"", {"name": "a.jsonl"}, "--dataset_name .*: cannot be read: a.jsonl is empty"),

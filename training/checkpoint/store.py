@@ -78,6 +78,7 @@ class Checkpoints:
             self._group = torch.distributed.new_group(backend="gloo", timeout=ranks.COLLECTIVE_TIMEOUT)
         options = self._options(step, json.loads(json.dumps(meta)))
         options |= {"async_stager": stager, "process_group": self._group}
+        options["storage_writer"].on_written = stager.end_reading
         written: Future = _run_dcp(dcp.async_save, tensors, **options).upload_completion
         written.add_done_callback(lambda _: stager.end_reading())
         return PendingSave(written.done, lambda: self._finished(step, _raising_cause()(written.result)))
@@ -259,6 +260,7 @@ class _Writer(dcp.StorageWriter):
     def __init__(self, checkpoints: Checkpoints, step: int, meta: dict, planner: SavePlanner):
         self.checkpoints, self.step, self.meta, self.planner = checkpoints, step, meta, planner
         self.partial = hidden(checkpoints.folder / step_name(step), "partial")
+        self.on_written: Callable[[], None] = lambda: None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -288,6 +290,7 @@ class _Writer(dcp.StorageWriter):
         files = [file for items in rounds.values() for file in in_groups(items, nbytes, limit)] or [[]]
         with ThreadPoolExecutor(THREADS) as pool:
             results = list(pool.map(self._write, range(len(files)), files))
+        self.on_written()  # the state in memory is not read any more
         done: torch.futures.Future[list] = torch.futures.Future()
         done.set_result(results)
         return done

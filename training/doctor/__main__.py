@@ -46,6 +46,7 @@ DRIVER_ERRORS = {
     "library version mismatch|Error 803|unsupported display driver": "sudo reboot",  # an update is half done
     "driver on your system is too old|Error 804|forward compatibility": UPDATE_DRIVER,
     "Error 802|not yet initialized": "sudo systemctl restart nvidia-fabricmanager",
+    "communicate with the NVIDIA driver": "sudo modprobe nvidia nvidia_uvm",
 }
 WIDTH = 128  # tokens and features of the layer trained in every recipe
 
@@ -60,10 +61,13 @@ class Finding:
 
 
 def nvidia_smi() -> str | None:
-    """Return the output of nvidia-smi, or None if there is no such program."""
+    """Return the output of nvidia-smi, or the reason why it has none; None if there is no such program."""
     if shutil.which("nvidia-smi") is None:
         return None
-    done = subprocess.run("nvidia-smi", capture_output=True, text=True, timeout=60)
+    try:
+        done = subprocess.run("nvidia-smi", capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:  # a driver that hangs, for example
+        return str(error)
     return (done.stdout + done.stderr).strip()
 
 
