@@ -110,10 +110,12 @@ def recomputation_flops(setup: TrainingSetup) -> float:
 def backward_buffers(setup: TrainingSetup) -> float:
     """Return the bytes of temporary tensors in a layer's backward.
 
-    The MLP has BF16 gradients of gate, up and product, and two of the hidden size.
+    The MLP has BF16 gradients of gate, up and product, and two of the hidden size. Attention has keys, values
+    and their gradients of whole sequences, if ranks gather them.
     """
-    s = setup.model.shape
-    return 2.0 * setup.tokens * (3 * s.ffn_hidden_size + 2 * s.hidden_size)
+    s, gathers = setup.model.shape, setup.comm_type == "all_gather"
+    gathered = 4 * s.num_kv_heads * s.head_dim * setup.layout.cp * gathers
+    return 2.0 * setup.tokens * max(3 * s.ffn_hidden_size + 2 * s.hidden_size, gathered)
 
 
 def host_activations(setup: TrainingSetup) -> float:

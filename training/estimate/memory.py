@@ -74,8 +74,10 @@ def accumulated_gradients(setup: TrainingSetup) -> float:
     if setup.mode_spec.engine == "ddp" and not setup.exchanges_sums:
         return 2.0 * parameters
     if stage and not setup.mode_spec.offload:
-        if setup.accumulation > 1:  # FP32, which ZeRO 1 does not shard
-            return 4.0 * parameters / (1 if stage == 1 else setup.gpus)
+        if setup.accumulates_in_zero1:
+            return 4.0 * parameters
+        if setup.accumulation > 1:
+            return 4.0 * parameters / setup.gpus
         return 2.0 * parameters / setup.gpus if stage == 3 else 0.0
     if stage or setup.accumulation == 1:
         return 0.0
@@ -87,12 +89,25 @@ def gathered_weights(setup: TrainingSetup) -> float:
     model, spec = setup.model, setup.mode_spec
     if spec.stage == 3:
         return 2 * model.root_weights + ZERO_LIVE + ZERO_BUCKETS
-    if spec.engine == "ddp" and setup.reduces_in_fp32 and not setup.exchanges_sums:
+    ddp = spec.engine == "ddp"
+    if ddp and setup.reduces_in_fp32 and not setup.exchanges_sums:
         return 4.0 * model.trained  # buffers of the FP32 all-reduce, until the next backward
     if not setup.fsdp:
-        return 0.0
+        return fp8_exchange(setup) * model.gradients(model.head_weights) if ddp else 0.0
     last = model.block_weights if setup.gpus > 1 else 0  # one rank keeps no buffer of the last gather
     return 2.0 * ((model.parameters if spec.gathers_once else model.root_weights) + last)
+
+
+def fp8_exchange(setup: TrainingSetup) -> float:
+    """Return the bytes per gradient that an exchange in FP8 takes beside its BF16 input; 0 without one.
+
+    It sends and receives a byte. PyTorch's functions also decode and sum 1/N in FP32 (8.0 bytes on 2 ranks
+    and 3.5 on 8, by its profiler); kernels need less, which no run has measured. DDP exchanges the gradient
+    of the LM head as one bucket.
+    """
+    if setup.cfg.sharding.grad_reduce_dtype != "fp8":
+        return 0.0
+    return max(3.5, 2.0 + 12.0 / (setup.shards if setup.fsdp else setup.gpus))
 
 
 def fp8_copies(setup: TrainingSetup) -> float:
@@ -175,9 +190,12 @@ def staging_bytes(setup: TrainingSetup, *, copies_host: bool) -> float:
 
 def at_loss(setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes by part when the loss is computed, before backward."""
+    copies = fp8_copies(setup) * setup.keeps_fp8_weights * setup.share_of("none")
+    if setup.cfg.precision.fp8_weights and setup.cfg.log.fp8_stats_interval:
+        copies = fp8_copies(setup)  # in steps with statistics, TE transposes FP8 weights already in forward
     return state(setup) | {
         "gradients": accumulated_gradients(setup),
-        "FP8 weight copies": fp8_copies(setup) * setup.keeps_fp8_weights * setup.share_of("none"),
+        "FP8 weight copies": copies,
         "activations": stored_activations(setup) * setup.in_flight,
         "between pipeline stages": between_stages(setup),
         "logits and head gradient": loss_peak(setup),
@@ -200,8 +218,9 @@ def start_of_backward(setup: TrainingSetup) -> dict[str, float]:
     activations += layer_activations(setup) - kept_activations(setup, last)
     if last != "none" and setup.cfg.model.use_te:
         activations -= 2.0 * setup.tokens * setup.hidden  # by recorded runs with 32,768 to 131,072 tokens
-    # A fused sum takes the head's gradient at once.
-    has_head_gradient = setup.has_head and (setup.fsdp or not setup.fuses_gradient_sums)
+    # A fused sum takes the head's gradient at once; autograd adds that of a tied embedding first.
+    waits = model.tied and setup.layout.pp == 1
+    has_head_gradient = setup.has_head and (setup.fsdp or not setup.fuses_gradient_sums or waits)
     # The next block's gathered weights (with one rank: this block's) and the buffers of gradients.
     communication = 2.0 * model.block_weights + _reduction_buffers(setup) if setup.fsdp else 0.0
     if setup.mode_spec.stage in (1, 2):
@@ -270,11 +289,10 @@ def after_backward(setup: TrainingSetup) -> dict[str, float]:
         gradients += 2.0 * (model.trained - model.gradients(model.root_weights)) / setup.shards
         communication = 2.0 * model.root_weights
         received = 2.0 / (setup.shards if setup.cfg.sharding.grad_reduce_dtype == "bf16" else 1)
-        communication += (4.0 + received) * model.gradients(model.root_weights)
+        communication += max(4.0 + received, 2.0 + fp8_exchange(setup)) * model.gradients(model.root_weights)
         communication += _replica_sums(setup, model.trained / setup.shards)
     elif spec.stage in (1, 2):
-        # The step then copies gradients to FP32 (DeepSpeed's code; no recorded run has its peak there).
-        communication = max(ZERO_BUCKETS, 4.0 * model.parameters / setup.gpus)
+        communication = ZERO_BUCKETS
         gradients = max(gradients, 2.0 * model.parameters / setup.gpus)
     elif not spec.stage:
         gradients = max(gradients, 2.0 * model.trained)
@@ -288,6 +306,17 @@ def after_backward(setup: TrainingSetup) -> dict[str, float]:
     }
 
 
+def at_step(setup: TrainingSetup) -> dict[str, float]:
+    """Return the bytes by part in the optimizer step of ZeRO 1 or 2, which copies its gradients to FP32.
+
+    Derived from DeepSpeed's code: no recorded run has its peak here.
+    """
+    parts = after_backward(setup)
+    copies = 0.0 if setup.accumulates_in_zero1 else 4.0 * setup.model.parameters / setup.gpus
+    gradients = parts["gradients"] + copies
+    return parts | {"gradients": gradients, "activations": 0.0, "gathered, communication": 0.0}
+
+
 def peak(setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes by part at the point of the step with the largest sum, on the rank that needs most."""
     return max(map(_peak, rank_setups(setup)), key=lambda parts: sum(parts.values()))
@@ -295,6 +324,7 @@ def peak(setup: TrainingSetup) -> dict[str, float]:
 
 def _peak(setup: TrainingSetup) -> dict[str, float]:
     points = [at_loss, start_of_backward, after_backward]
+    points += [at_step] if setup.mode_spec.stage in (1, 2) else []
     points += [] if setup.mode_spec.stage else [end_of_backward]
     return max((point(setup) for point in points), key=lambda parts: sum(parts.values()))
 

@@ -9,7 +9,7 @@ from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config
 from fp8_suite.training.estimate.memory import accumulated_gradients, resident_state
 from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup, rank_setups, with_adapters
-from fp8_suite.training.estimate.sizes import choose_sizes, with_sizes
+from fp8_suite.training.estimate.sizes import choose_sizes, why_unpredicted, with_sizes
 
 # From this many parameters on, sharding the optimizer step saves more time than gathering weights costs.
 LARGE_MODEL = 2 * 10**9
@@ -68,7 +68,7 @@ def choose_mode(request: TrainingSetup, free: float | None, *, predicted: bool =
     else:
         modes = ["ddp", "fsdp_grad", *["hsdp"] * whole_nodes, "fsdp_full"]
         mode, reason = _choose_by_state(setup, free, modes)
-    if not predicted:
+    if not predicted or not setup.model.shape or why_unpredicted(setup.cfg, mode):
         return mode, reason
     for candidate in modes[modes.index(mode) :]:
         sizing = choose_sizes(replace(request, mode=candidate), free)
@@ -94,6 +94,8 @@ def _resident_bytes(setup: TrainingSetup) -> float:
     resident = resident_state(setup)
     if setup.fsdp:
         resident += accumulated_gradients(setup)
+    if setup.exchanges_sums:
+        resident += accumulated_gradients(setup) - 2 * setup.model.trained  # FP32 instead of BF16
     if setup.mode_spec.gathers_once:
         # Weights, and gradients until they are reduced. With accumulation this is an upper bound, as each
         # block's gradient is then added to the sums above and freed.

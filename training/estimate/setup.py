@@ -143,6 +143,11 @@ class TrainingSetup:
         return self.optimizer.kind == "fused_adamw" and not in_buckets
 
     @property
+    def accumulates_in_zero1(self) -> bool:
+        """True for ZeRO 1 with accumulation: DeepSpeed then keeps unsharded FP32 gradients on every GPU."""
+        return self.mode_spec.stage == 1 and self.accumulation > 1
+
+    @property
     def nodes(self) -> int:
         return -(-self.gpus // self.gpus_per_node)
 

@@ -191,7 +191,8 @@ def _rank_seconds(setup: TrainingSetup, gpu: Gpu, network: float) -> dict[str, f
     if setup.mode_spec.offload:
         wire += 2 * model.parameters * (2 * setup.accumulation + 1) / setup.gpus / OPTIMIZER_HOST_BANDWIDTH
     parts["copies around transfers"] = exchange(setup).copied / bandwidth
-    parts["exposed communication"] = max(EXPOSED * wire, wire - compute)
+    exposed = wire if setup.exchanges_sums else max(EXPOSED * wire, wire - compute)
+    parts["exposed communication"] = exposed
     parts["idle"] = IDLE * sum(parts.values())
     launches = setup.accumulation * model.shape.num_layers * _launch_seconds(setup)
     parts["waiting for the CPU"] = max(0.0, launches - sum(parts.values()))

@@ -1,7 +1,8 @@
-"""Sizes of parallel layouts."""
+"""Sizes of parallel layouts, and memory that recorded runs (`tests/benchmarks/test_plan.py`) do not show."""
 
 import pytest
 from fp8_suite.core.errors import UserError
+from fp8_suite.training.estimate.activations import backward_buffers
 from fp8_suite.training.estimate.layout import Layout, check_layout, stage_layers
 from fp8_suite.training.estimate.setup import TrainingSetup, rank_setups
 
@@ -23,6 +24,12 @@ def test_pipeline_ranks_share_the_layers_and_the_first_and_last_have_fewer():
 def test_recomputed_layers_are_spread_over_the_stages():
     setup = split(Layout(pp=8), recompute="layer:40")
     assert [rank.recompute for rank in rank_setups(setup)] == [["layer"] * 5 + ["none"] * 5] * 3
+
+
+def test_gathered_keys_need_memory_in_backward():
+    few, many = (split(Layout(cp=cp), max_seq_length=2**20, cp_comm_type="all_gather") for cp in (2, 64))
+    assert backward_buffers(few) == 2 * 2**19 * (3 * 28_672 + 2 * 8192)
+    assert backward_buffers(many) == 2 * 2**20 * 4 * 1024
 
 
 @pytest.mark.parametrize(

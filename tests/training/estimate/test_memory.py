@@ -21,6 +21,13 @@ def test_offloading_leaves_host_memory_to_the_ranks_of_a_node(gpus, per_node, ca
     assert memory.host_capacity(setup_of(gpus=gpus, gpus_per_node=per_node)) == capacity * 1e9
 
 
+@pytest.mark.parametrize(("gpus", "bytes_per_gradient"), [(2, 8.0), (8, 3.5), (64, 3.5)])
+def test_an_exchange_in_fp8_needs_memory_beside_the_gradients(gpus, bytes_per_gradient):
+    setups = [setup_of(8.0, "ddp", gpus, grad_reduce_dtype=dtype) for dtype in ("bf16", "fp8")]
+    bf16, fp8 = (memory.start_of_backward(setup)["gathered, communication"] for setup in setups)
+    assert fp8 - bf16 == bytes_per_gradient * setups[0].model.head_weights
+
+
 def test_hsdp_over_one_group_sends_as_much_as_fsdp():
     one_group = {"sharding_mode": "hsdp", "hsdp_shard_size": 8}
     assert (

@@ -11,7 +11,7 @@ FREE = 100e9  # 60 GB of these are for the state
 
 
 def chosen(billions, free=FREE, **where):
-    return choose_mode(setup_of(billions, "ddp", shape=False, **where), free, predicted=False)
+    return choose_mode(setup_of(billions, "ddp", shape=False, **where), free)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_the_fastest_mode_that_fits(billions, gpus, gpus_per_node, mode):
 
 @pytest.mark.parametrize(
     ("billions", "free", "mode"),
-    # 28 GB of shards, 16 accumulated, 16 gathered.
-    [(4.0, 105e9, "fsdp_grad"), (4.0, 90e9, "fsdp_full")],
+    # 28 GB of shards, 16 accumulated, 16 gathered; 56 GB whole and 8 more for gradients in FP32.
+    [(4.0, 105e9, "fsdp_grad"), (4.0, 95e9, "fsdp_full"), (1.0, 27e9, "ddp"), (1.0, 26e9, "fsdp_grad")],
 )
 def test_sums_of_whole_gradients_count(billions, free, mode):
     assert chosen(billions, free, gpus=2, gradient_accumulation_steps=2)[0] == mode
@@ -76,7 +76,7 @@ def test_an_offloaded_optimizer_leaves_weights_and_gradients():
 
 def test_sequences_shared_across_nodes_rule_out_hsdp():
     setup = setup_of(20.0, "ddp", 16, shape=False, context_parallel_size=16)
-    assert choose_mode(setup, FREE, predicted=False)[0] == "fsdp_full"
+    assert choose_mode(setup, FREE)[0] == "fsdp_full"
 
 
 @pytest.mark.parametrize(
