@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,7 +99,11 @@ def prune(folder: Path, index: Index, keep_last: int) -> Index:
     for step in index.steps:
         if step not in kept:
             path = folder / step_name(step)
-            os.rename(path, hidden(path, "pruned"))
+            try:
+                os.rename(path, hidden(path, "pruned"))
+            except OSError as error:  # training goes on
+                warnings.warn(f"cannot delete an old checkpoint: {error}", stacklevel=2)
+                kept.add(step)
             shutil.rmtree(hidden(path, "pruned"), ignore_errors=True)  # retried by the next save
     losses = {step: loss for step, loss in index.eval_losses.items() if step in kept}
     return replace(index, steps=[step for step in index.steps if step in kept], eval_losses=losses)
