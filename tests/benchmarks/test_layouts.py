@@ -104,7 +104,7 @@ def test_pipelines_without_micro_batches_for_their_stages_are_not_planned():
     for flags in ("", "--gradient_accumulation_steps 6 --virtual_stages 2"):
         with pytest.raises(UserError) as error:
             run(f"{command} {flags}".split())
-        assert "gradient_accumulation_steps" in error.value.flags
+        assert "pipeline_parallel_size" in error.value.flags
     assert "8 micro-batches" in run(f"{command} --gradient_accumulation_steps 8 --virtual_stages 2".split())
 
 

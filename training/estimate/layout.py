@@ -84,8 +84,10 @@ def check_pipeline(layout: Layout, layers: int, micro_batches: int) -> None:
     if layers < pp * virtual:
         raise bad_setting(f"the model has {layers} layers; use at most as many stages", **layout.flags)
     if not layout.is_filled(micro_batches):
+        accumulation = max(1, round(micro_batches / pp)) * pp
         reason = f"a step needs {'a multiple of' if virtual > 1 else 'at least'} {pp} micro-batches, and the "
-        reason += f"first has {micro_batches}; use more sequences per step, or a smaller --batch_size"
+        reason += f"first has {micro_batches}; use --gradient_accumulation_steps {accumulation} (with "
+        reason += "--batch_ramp: more tokens), or a smaller --batch_size"
         raise bad_setting(reason, pipeline_parallel_size=pp)
 
 
