@@ -84,10 +84,10 @@ class Zero(Strategy):
             return StepOutcome(torch.full((), float("nan"), device=self.device), usable.new_zeros(()))
         self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
-        applied = torch.tensor(self.engine.was_step_applied(), device=self.device)
+        applied: bool = self.engine.was_step_applied()
         if not applied:  # DeepSpeed leaves gradients that are offloaded in BF16
             self.discard(model, optimizer)
-        return StepOutcome(norm, applied)
+        return StepOutcome(norm, torch.tensor(applied, device=self.device))
 
     def discard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         zero = self.engine.optimizer
