@@ -34,13 +34,14 @@ def launch(description: str, *, start: Callable[[Config], torch.device], started
     """Run the command and exit the process. For `start` and `started` see `training.run.main`."""
     cfg = parse_early(description)
     allow_expandable_segments()
-    Thread(target=_work_ahead, args=(cfg,), daemon=True).start()
+    Thread(target=_work_ahead, args=(None if "RANK" in os.environ else cfg,), daemon=True).start()
     # While libraries load, Ctrl-C ends the process at once: they turn a KeyboardInterrupt into other errors.
     if (interrupt := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # Collecting while libraries load takes a fifth of the time and frees nothing.
     # transformers imports these wherever it can, which takes a sixth of the time.
-    unused = ["sklearn", *(["torchao"] if cfg and cfg.model.use_te else [])]
+    needs_torchao = cfg is None or (cfg.precision.mixed_precision == "fp8" and not cfg.model.use_te)
+    unused = ["sklearn", *([] if needs_torchao else ["torchao"])]
     hidden = [name for name in unused if sys.modules.setdefault(name, None) is None]
     from fp8_suite.training.precision.torchao_fp8 import silence_import
 
@@ -98,19 +99,20 @@ def kernels_to_compile(cfg: Config) -> list[Variant]:
 def parse_early(description: str) -> Config | None:
     """Parse the command line; exit after --help or an error.
 
-    Returns None under torchrun, where one rank reports errors for all.
+    Returns None after an error under torchrun, where one rank reports errors for all.
     """
-    argv = sys.argv[1:]
+    argv, on_ranks = sys.argv[1:], "RANK" in os.environ
     if {"-h", "--help"} & set(argv):
         argv = ["--help"]
-    elif "RANK" in os.environ:
-        return None
     try:
         cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
-        require_inputs(cfg)
-        check_number_of_ranks(without_auto_sizes(cfg), 1)
+        if not on_ranks:
+            require_inputs(cfg)
+            check_number_of_ranks(without_auto_sizes(cfg), 1)
         return cfg
     except UserError as error:
+        if on_ranks:
+            return None
         print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
 

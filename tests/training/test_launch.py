@@ -2,9 +2,11 @@
 
 import ctypes
 import gc
+import os
 import subprocess
 import sys
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +23,7 @@ from fp8_suite.training.launch import parse_early
 from fp8_suite import train_fp8
 
 
-def test_settings_are_parsed_except_under_torchrun_where_ranks_report_errors_together(monkeypatch, tmp_path):
+def test_settings_are_parsed_and_under_torchrun_ranks_report_errors_together(monkeypatch, tmp_path):
     (tmp_path / "settings.yaml").write_text("max_steps: 3")
     monkeypatch.delenv("RANK", raising=False)
     for words in (["--max_steps", "3"], [f"--config={tmp_path}/settings.yaml"]):
@@ -78,25 +80,34 @@ def test_few_frames_lie_between_the_command_and_backward(monkeypatch, tmp_path):
     assert frames[0] == ("fp8_suite", "train_fp8.py") and len(frames) <= 7, frames
 
 
-@pytest.mark.parametrize(("flags", "unused"), [("--use_te", {"sklearn", "torchao"}), ("", {"sklearn"})])
-def test_a_start_imports_no_package_that_it_does_not_use(flags, unused):
+@pytest.mark.parametrize("environment", [{}, {"RANK": "1"}])
+@pytest.mark.parametrize(
+    ("flags", "unused"),
+    [
+        ("--mixed_precision fp8", {"sklearn"}),
+        ("--mixed_precision fp8 --use_te", {"sklearn", "torchao"}),
+        ("--mixed_precision bf16", {"sklearn", "torchao"}),
+    ],
+)
+def test_a_start_imports_no_package_that_it_does_not_use(flags, unused, environment):
+    pytest.importorskip("torchao")
+    installed = {name for name in ("sklearn", "torchao") if find_spec(name)}
     program = f"""
 import importlib, os, sys
 from fp8_suite.training import launch
 
 def start(cfg):
     print(sorted({{"sklearn", "scipy.stats", "torchao"}} & sys.modules.keys()), flush=True)
-    for name in {unused}:
+    for name in {unused & installed}:
         importlib.import_module(name)
     os._exit(0)
 
 sys.argv = ["train_fp8.py", *{flags.split()}]
 launch.launch("", start=start, started=0.0)
 """
-    for name in ("sklearn", "torchao"):
-        pytest.importorskip(name)
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == f"{sorted({'sklearn', 'torchao'} - unused)}\n", done.stderr
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "env": os.environ | environment}
+    done = subprocess.run([sys.executable, "-c", program], **options)
+    assert done.stdout == f"{sorted(installed - unused)}\n", done.stderr
     assert done.returncode == 0, done.stderr
 
 
