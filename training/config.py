@@ -94,6 +94,9 @@ def data_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.generate_samples and (s.eval_samples == 0 or s.max_steps == 0 or not s.export):
         reason = "an exported model answers evaluation samples; drop it, or what excludes them"
         yield "generate_samples eval_samples max_steps export", reason
+    if s.export_dtype != "bf16" and s.max_steps == 0:
+        way_out = "drop the former, or run `python -m training.export.quantize MODEL OUT`"
+        yield "export_dtype max_steps", f"a run of 0 steps exports nothing; {way_out}"
 
 
 def optim_rules(s: Any) -> Iterator[tuple[str, str]]:

@@ -101,6 +101,7 @@ def test_a_save_interval_is_steps_or_time_in_flags_yaml_and_settings(value, step
         ("--eval_samples 0 --max_steps 0", "eval_samples"),
         ("--no_export --generate_samples 1", "generate_samples export"),
         ("--max_steps 0 --generate_samples 1", "max_steps generate_samples"),
+        ("--max_steps 0 --export_dtype fp8", "max_steps export_dtype"),
         ("--use_te --compile", "compile use_te"),
         ("--use_te --mixed_precision fp32", "mixed_precision use_te"),
         ("--mixed_precision fp16 --master_weights none", "mixed_precision master_weights"),
