@@ -16,9 +16,11 @@ from fp8_suite.te_models.backend import te_module
 from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.kernels import flash_attention
 from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.te_models.quantized.forms import FORMS
 from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.te_models.weights import TensorSource, load_te, te_to_hf
 from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.export.quantize import quantize_export
 from fp8_suite.training.library import build
 from fp8_suite.training.library.inputs import decoder_inputs
 from fp8_suite.training.parallel.strategies import Strategy
@@ -261,6 +263,20 @@ def test_what_is_saved_is_transformers_model_and_loads_here_again(tied, tmp_path
     assert same_bits(weights(te_models.convert(model, recipe="bf16")), weights(model))
     fp32, bf16 = (te_models.convert(hugging_face(), recipe=recipe) for recipe in ("fp32", "bf16"))
     assert not fp32.load_state_dict(bf16.state_dict()).missing_keys
+
+
+def test_dithered_weights_of_an_fp8_checkpoint_have_its_values_in_fp8(tmp_path):
+    hugging_face().save_pretrained(tmp_path / "bf16")
+    quantize_export(str(tmp_path / "bf16"), tmp_path / "fp8", FORMS["block"])
+    exact, *dithered = (
+        te_models.from_pretrained(str(tmp_path / "fp8"), recipe="block", dither_seed=seed)
+        for seed in (None, 1, 1, 2)
+    )
+    assert same_bits(weights(dithered[0]), weights(dithered[1]))
+    inputs = batch(examples(ROWS))
+    for model in dithered[1:]:
+        assert not same_bits(weights(model), weights(exact))
+        torch.testing.assert_close(model(**inputs).loss, exact(**inputs).loss, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "block"])

@@ -32,15 +32,23 @@ MAX_POSITIONS = 2048  # length of the first RoPE tables, which grow with the lon
 
 @without_flag("model_name")
 def from_pretrained(
-    name: str, recipe: str = TE_RECIPES[0], *, dtype: torch.dtype = torch.float32, backend: str = "auto"
+    name: str,
+    recipe: str = TE_RECIPES[0],
+    *,
+    dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
+    dither_seed: int | None = None,
 ) -> TEForCausalLM:
     """Return a model of TE layers with the weights of a hub id, folder or preset, as --model_name.
 
     `recipe` is one of TE's, "bf16" or "fp32". Weights are FP32 masters by default. `backend` is "native",
-    "emulated" or "auto": native on a GPU. UserError if the model or the recipe cannot run here.
+    "emulated" or "auto": native on a GPU. With a `dither_seed`, weights of an FP8 checkpoint start anywhere
+    in their rounding intervals, as in FP8 runs, so that small updates change them. UserError if the model or
+    the recipe cannot run here.
     """
     spec = find_model(name, init="auto", use_te=True, max_seq_length=1)  # rows are checked in forward
-    return _build(spec, recipe, dtype, backend, load_weights=True)
+    spec = replace(spec, dithers=dither_seed is not None)
+    return _build(spec, recipe, dtype, backend, load_weights=True, seed=dither_seed or 0)
 
 
 def convert(hf_model: nn.Module, recipe: str = TE_RECIPES[0], *, backend: str = "auto") -> TEForCausalLM:
@@ -57,7 +65,7 @@ def convert(hf_model: nn.Module, recipe: str = TE_RECIPES[0], *, backend: str = 
 
 
 def _build(
-    spec: ModelSpec, recipe: str, dtype: torch.dtype, backend: str, *, load_weights: bool
+    spec: ModelSpec, recipe: str, dtype: torch.dtype, backend: str, *, load_weights: bool, seed: int = 0
 ) -> TEForCausalLM:
     """Build the model on this process's GPU, or emulated on the CPU, in evaluation mode."""
     fp8 = {"mixed_precision": "fp8", "fp8_scenario": recipe, "fp8_fallback": "error"}
@@ -81,6 +89,7 @@ def _build(
         packed=True,
         max_positions=MAX_POSITIONS,
         load_weights=load_weights,
+        seed=seed,
     )
     return TEForCausalLM(build_te(spec, build_options), precision).eval()
 
