@@ -188,7 +188,8 @@ def storage_error(error: BaseException) -> UserError | None:
                 f"{reason}; free disk space, or set HF_DATASETS_CACHE (now {folder}) and, for downloads, "
                 f"HF_HUB_CACHE (now {HF_HUB_CACHE}) to folders with more space"
             )
-        if origin.errno in NOT_WRITABLE and str(folder) in str(origin.filename):
+        path = Path(str(origin.filename))  # of the folders to create, the first fails
+        if origin.errno in NOT_WRITABLE and (folder in (path, *path.parents) or path in folder.parents):
             return UserError(f"{reason}; set HF_DATASETS_CACHE to a writable folder")
     return None
 

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 
+import datasets
 import pyarrow as pa
 import pytest
 from datasets import Dataset
@@ -39,6 +40,16 @@ def test_unwritable_cache_is_reported(build, load, stored, cache, monkeypatch, n
     with pytest.raises(UserError, match=f"^{cache}.*: {os.strerror(number)}; {way_out}"):
         build(**stored, num_proc=processes) if processes else load(ROWS)
     assert not list(cache.rglob("tmp*"))
+
+
+def test_cache_in_an_unwritable_folder_is_reported(stored, cache, monkeypatch):
+    def makedirs(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(cache.parent))  # as when HF_HOME is missing
+
+    monkeypatch.setattr(os, "makedirs", makedirs)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "new" / "datasets")
+    with pytest.raises(UserError, match=f"^{cache.parent}: .*; set HF_DATASETS_CACHE to a writable folder"):
+        open_path_or_hub(DataConfig(**stored), "train")
 
 
 @pytest.mark.parametrize("processes", [1, 2])
