@@ -5,6 +5,7 @@ Register templates of further model families in TEMPLATES.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8_suite.core.errors import bad_setting, one_line
@@ -67,8 +68,10 @@ def load_tokenizer(name: str, *, family: str, trust_remote_code: bool = False) -
     try:
         tokenizer = _load_as_saved(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # a hub client, a parser or remote code may raise anything
-        way_out = "use a local folder, or --tokenizer_name demo (default: the tokenizer of --model_name)"
-        raise bad_setting(f"{one_line(error)}; {way_out}", tokenizer_name=name) from error
+        is_without = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
+        reason = "has no tokenizer" if is_without else one_line(error)
+        way_out = "give a folder or hub id with a tokenizer, or demo (default: that of --model_name)"
+        raise bad_setting(f"{reason}; {way_out}", tokenizer_name=name) from error
     if not tokenizer.is_fast:
         reason = "has no fast version (tokenizer.json); convert it and use the converted folder"
         raise bad_setting(reason, tokenizer_name=name)

@@ -231,6 +231,12 @@ def test_template_that_writes_a_token_the_tokenizer_lacks_is_refused(tmp_path):
         load_tokenizer(str(tmp_path), family="llama")
 
 
+def test_folder_without_a_tokenizer_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match=rf"--tokenizer_name {tmp_path}: has no tokenizer; give a folder or"):
+        load_tokenizer(str(tmp_path), family="llama")
+
+
 @pytest.mark.parametrize("template", [CHATML.text, REWRITING], ids=["chatml", "rewrites history"])
 @pytest.mark.parametrize(("turn", "kept"), [(2, 4), (4, 2)], ids=["first", "last"])
 def test_answer_of_weight_0_is_prompt(chatml, template, turn, kept):
