@@ -184,6 +184,8 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
         fits = batch % (cfg.optim.batch_size * cfg.sharding.data_ranks(world_size)) == 0
         if fits and refused.keys() <= set(BATCH_SPLIT_SETTINGS):
             way_out = f"use the same settings, or --global_batch_size {batch}"
+        elif refused.keys() <= set(RESTART_SETTINGS):
+            way_out = f"use the same settings, or add --resume {point.path} --output_dir NEW"
         reason = f"saved with other settings ({describe_changes(refused)})"
         raise bad_setting(f"{reason}; {way_out}", resume=point.path)
     notices = [f"--resume {point.path}: settings changed: {describe_changes(allowed)}"] if allowed else []

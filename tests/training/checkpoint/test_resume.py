@@ -49,6 +49,15 @@ def test_a_resume_in_another_effective_recipe_is_refused():
         resumed(cfg, 1, cfg, 1, recipe="bf16")
 
 
+def test_another_learning_rate_is_refused_and_the_error_names_the_way():
+    saved, now = config_from_dict({}), config_from_dict({"learning_rate": 5e-5})
+    with pytest.raises(UserError, match="1e-05 there, 5e-05 here.*or add --resume run --output_dir NEW$"):
+        resumed(saved, 1, now, 1)
+    meta = {"config": saved.to_dict(), "world_size": 1, "recipe": "fp32"}
+    other_run = ResumePoint(Path("run"), meta, same_run=False, rollback=False)
+    assert "settings changed: --learning_rate 1e-05 there" in check_resume(other_run, now, "fp32", 1)
+
+
 def resumed(saved: Config, saved_ranks: int, now: Config, ranks: int, *, recipe: str = "fp32") -> str:
     """Return the notice about a resume with other settings, or on other ranks."""
     meta = {"config": saved.to_dict(), "world_size": saved_ranks, "recipe": "fp32", "progress": {"step": 1}}
