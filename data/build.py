@@ -243,7 +243,7 @@ def require_full_step(source: Stored | Stream) -> None:
             batch_size=shape.batch_size,
         )
     if source.num_bins < (wanted := shape.micro_batches_per_step * stride):
-        logger.warning("a step should have %d sequences: it has all there are, %s", wanted, available)
+        logger.warning("the data has only %s; a step should have %d", available, wanted)
 
 
 def evaluation_prompts(split: Split, selection: Selection) -> list[tuple[str, str]]:

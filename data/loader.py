@@ -20,8 +20,8 @@ from fp8_suite.data.order import MicroBatches, Position, PositionedBatch, Stored
 from torch.utils.data import DataLoader
 
 DATA_FLAGS = (
-    "--dataset_name, --dataset_text_field, --split_name, --num_of_samples, --eval_split, --eval_samples, "
-    "--tokenizer_name, --system_prompt, --overlong or the data itself"
+    "the data or its tokenizer (or --dataset_name, --dataset_text_field, --split_name, --num_of_samples, "
+    "--eval_split, --eval_samples, --tokenizer_name, --system_prompt, --overlong)"
 )
 
 
@@ -106,8 +106,8 @@ class Loader:
             changed["samples"] = DATA_FLAGS
         if changed:
             raise UserError(
-                "the checkpoint's data position is not valid for this run, these settings changed: "
-                f"{', '.join(changed.values())}; restore them, or start a new run with --resume none and "
+                "the checkpoint's data position is not valid for this run, because of changes in "
+                f"{', '.join(changed.values())}; undo them, or start a new run with --resume none and "
                 "another --output_dir",
                 flags=["resume", *changed],
                 exit_code=EXIT_BAD_SETTING,

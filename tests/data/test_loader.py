@@ -132,9 +132,9 @@ def test_data_smaller_than_a_micro_batch_is_refused(make, streaming):
 def test_a_step_of_more_sequences_than_there_are_is_a_warning(make, streaming, caplog):
     rows = {"num_of_samples": 9, "packing": False, "batch_size": 3, "streaming": streaming}
     make(**rows, micro_batches_per_step=3)
-    assert "a step" not in caplog.text
+    assert "the data has" not in caplog.text
     make(**rows, micro_batches_per_step=4)
-    assert "a step should have 12 sequences: it has all there are, 9 sequences" in caplog.text
+    assert "the data has only 9 sequences; a step should have 12" in caplog.text
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -389,5 +389,5 @@ def test_token_id_outside_the_vocabulary_is_refused(make, streaming):
 )
 def test_loader_state_of_different_data_is_refused(make, change, flag):
     state = make().train.state_dict()
-    with pytest.raises(UserError, match=f"settings changed: .*{flag}.*--resume none"):
+    with pytest.raises(UserError, match=f"because of changes in .*{flag}.*--resume none"):
         make(**change).train.load_state_dict(state)
