@@ -18,7 +18,8 @@ from typing import Any
 
 import datasets
 from datasets import Dataset, IterableDataset
-from fp8_suite.core.errors import UserError, bad_setting, causes, one_line, raise_interrupt
+from datasets.data_files import FILES_TO_IGNORE
+from fp8_suite.core.errors import UserError, bad_setting, causes, counted, one_line, raise_interrupt
 from fp8_suite.core.files import DISK_FULL, NOT_WRITABLE
 from fp8_suite.data import demo as demo_set
 from fp8_suite.data.reading.columns import Columns, choose_columns
@@ -69,6 +70,8 @@ def open_path_or_hub(cfg: DataConfig, split: str) -> Source:
     with explaining_read_errors(cfg):
         builder = datasets.load_dataset_builder(name, configuration)
     splits = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
+    if path.is_dir() and split == cfg.split_name and len(builder.builder_configs) < 2:
+        warn_of_unread_files(path, chain.from_iterable(splits.values()))
     split = choose_split(cfg, split, splits) if splits else split
     files = splits.get(split, [])
     format = common_format(files)
@@ -113,6 +116,16 @@ def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str
         raise bad_setting(f"{reason}; {way_out}", dataset_name=cfg.dataset_name)
     columns = choose_columns(cfg, first_keys(objects), objects)
     return Source(rows, columns, partial(json_line, columns.to_sample), parse_line)
+
+
+def warn_of_unread_files(folder: Path, read: Iterable[str]) -> None:
+    """Warn of a folder's data files that `datasets` assigns to no split, by their format or name."""
+    known = {Path(file).resolve() for file in read}
+    names = [name for name in glob.glob("**", root_dir=folder, recursive=True) if common_format([name])]
+    notes = {name for name in names if name.endswith(".txt") or Path(name).name in FILES_TO_IGNORE}
+    if unread := [name for name in sorted({*names} - notes) if (folder / name).resolve() not in known]:
+        message = "WARNING: --dataset_name %s: %s not read, by format or name: %s"
+        logger.warning(message, folder, counted(len(unread), "file"), ", ".join(unread[:5]))
 
 
 def source_of_saved(cfg: DataConfig, folder: Path, split: str) -> Source:

@@ -17,6 +17,8 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.data.chat import Encoder
 from fp8_suite.data.collate import IGNORE
 from fp8_suite.data.demo import FILES, read_demo
+from fp8_suite.data.reading.sources import open_path_or_hub
+from fp8_suite.data.settings import DataConfig
 
 from tests.data.conftest import VOCABULARY, json_lines
 
@@ -121,6 +123,24 @@ def test_data_sets_saved_to_disk_are_read(build, answers, tmp_path, streaming):
 def test_only_the_files_of_the_split_are_read(load, answers, tmp_path):
     files = {"train.parquet": as_parquet([PAIR], tmp_path), "test.parquet": b"not to be read"}
     assert answers(load(files)) == ["It is 2."]
+
+
+@pytest.mark.parametrize(
+    ("read", "unread"),
+    [
+        (["a.jsonl", "b.jsonl"], ["c.csv", "d.parquet"]),
+        (["train.jsonl", "test.jsonl"], ["extra.jsonl", "more/b.csv"]),
+        (["a.jsonl", "b.json"], []),
+    ],
+)
+def test_data_files_of_a_folder_that_are_not_read_are_named(tmp_path, cache, caplog, read, unread):
+    folder = tmp_path / "set"
+    for name in (*read, *unread, ".cache/c.jsonl", "LICENSE.txt", "dataset_infos.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"{}" if name == "dataset_infos.json" else json_lines({"text": "row"}))
+    open_path_or_hub(DataConfig(dataset_name=str(folder), split_name="train"), "train")
+    warning = f"WARNING: --dataset_name {folder}: 2 files not read, by format or name: {', '.join(unread)}"
+    assert caplog.messages == ([warning] if unread else [])
 
 
 @streaming
