@@ -9,7 +9,6 @@ lack is an error and never dropped silently.
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,8 +22,7 @@ from fp8_suite.core.readers import parse_json
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.lora.adapters import base_parameters
 from fp8_suite.te_models.parallel.tensor_parallel import Region
-from fp8_suite.te_models.quantized.forms import dither_blocks
-from fp8_suite.te_models.quantized.reader import QuantizedReader
+from fp8_suite.te_models.quantized.reader import QuantizedReader, generator_of, noise_of
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -150,33 +148,6 @@ class WeightSource(ABC):
                 raise other_shape(self.name, key, available[key], shape)
 
 
-def _generator(seed: int, key: str, device: Any) -> torch.Generator:
-    """Return a generator for a tensor, which depends only on the seed, its name and the device type."""
-    # The seed has 32 bits, because torch's CPU generator ignores the upper half of 64.
-    return torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{key}".encode()))
-
-
-def _noise(seed: int, key: str, shape: torch.Size, device: Any) -> Tensor:
-    """Return uniform int16 values for a tensor."""
-    options = {"device": device, "generator": _generator(seed, key, device), "dtype": torch.int16}
-    return torch.randint(-(2**15), 2**15, shape, **options)
-
-
-def rounded_at_random(
-    tensors: Iterable[tuple[str, Tensor]], names: Collection[str], seed: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors with noise in those of `names`, so that their cast to FP8 blocks rounds at random.
-
-    A weight that has moved from the grid by a part of a step then rounds to the next value with about this
-    probability, so a model's many small updates survive on average. The tensors in `names` become BF16.
-    """
-    for name, tensor in tensors:
-        if name in names:
-            noise = _noise(seed, f"{name}/rounding", tensor.shape, tensor.device)
-            tensor = dither_blocks(tensor.float(), noise)
-        yield name, tensor
-
-
 class RandomSource(WeightSource):
     """Seeded random weights; each tensor depends only on the seed, its name and the device type.
 
@@ -193,7 +164,7 @@ class RandomSource(WeightSource):
         if len(shape) < 2:
             fill = torch.zeros if key.endswith("bias") else torch.ones
             return fill(stop - start, device=self._device)
-        generator = _generator(self._seed, key, self._device)
+        generator = generator_of(self._seed, key, self._device)
         weight = torch.empty(shape, device=self._device).normal_(0.0, self._std, generator=generator)
         return weight[start:stop].bfloat16()
 
@@ -281,7 +252,7 @@ class SafetensorsSource(WeightSource):
             return self._slices[key][start:stop]
         noise = None
         if self._dither_seed is not None and key in self.on_one_grid:
-            whole = _noise(self._dither_seed, key, self._shapes[key], self._device)
+            whole = noise_of(self._dither_seed, key, self._shapes[key], self._device)
             noise = whole[start:stop]  # the same in every sharding
         return self._reader.rows(key, start, stop, self._device, noise)
 

@@ -17,9 +17,8 @@ from fp8_suite.data.build import Loaders
 from fp8_suite.data.chat import turn_end
 from fp8_suite.te_models.build import export_tensors
 from fp8_suite.te_models.lora.merge import Adapters, gather_adapters, merged, peft_config, peft_tensors
-from fp8_suite.te_models.quantized.forms import FORMS, Quantizer, fp8_weights
-from fp8_suite.te_models.spec import base_tensors, on_meta, parameter_shapes
-from fp8_suite.te_models.weights import rounded_at_random
+from fp8_suite.te_models.quantized.forms import FORMS, Quantizer
+from fp8_suite.te_models.spec import base_tensors
 from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.run_folder import train_losses
 from fp8_suite.training.checkpoint.settings import EXPORT_FOLDERS
@@ -62,7 +61,7 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
         quantizer = None
         if dtype == "fp8":
             kept = bf16_linears(assembly.model, prepared.resolved.precision)
-            quantizer = Quantizer(FORMS["block"], kept)
+            quantizer = Quantizer(FORMS["block"], kept, _at_random(prepared), prepared.cfg.optim.seed)
         tensors = export_tensors(assembly.model, gather)
         if strategy.topology.pp > 1:
             tensors = tensors_of_all_stages(tensors, strategy.topology, strategy.device)
@@ -91,8 +90,6 @@ def warn_of_earlier_exports(prepared: PreparedRun, step: int) -> None:
 def _write(prepared: PreparedRun, tensors: NamedTensors, name: str, quantizer: Quantizer | None) -> Path:
     """Write one export, and warn if its tokenizer is another one."""
     spec, tokenizer = prepared.resolved.model, prepared.tokenizer
-    if quantizer:
-        tensors = _rounded(prepared, tensors, quantizer)
     folder = export_hf(
         prepared.folder / name,
         tensors,
@@ -127,18 +124,15 @@ def _merged(prepared: PreparedRun, tensors: NamedTensors, adapters: Adapters) ->
     return merged(tensors, adapters, prepared.cfg.lora.scaling)
 
 
-def _rounded(prepared: PreparedRun, tensors: NamedTensors, quantizer: Quantizer) -> NamedTensors:
-    """Return tensors for an FP8 export, in which small changes of an FP8 checkpoint's weights survive.
+def _at_random(prepared: PreparedRun) -> frozenset[str]:
+    """Return the weights to round at random in an FP8 export, so that small updates survive.
 
     Rounded to nearest, most of these weights would be what they were in the checkpoint. What `block` trained
     is rounded as in training.
     """
-    cfg, spec, precision = prepared.cfg, prepared.resolved.model, prepared.resolved.precision
+    cfg, precision = prepared.cfg, prepared.resolved.precision
     in_blocks = precision.in_use == {"block"} and not cfg.precision.fp8_fp32_scales
-    if not spec.on_one_grid or (in_blocks and not cfg.lora.lora_rank):
-        return tensors
-    stored = fp8_weights(parameter_shapes(on_meta(spec)), quantizer.form, quantizer.bf16)
-    return rounded_at_random(tensors, stored & spec.on_one_grid, cfg.optim.seed)
+    return frozenset() if in_blocks and not cfg.lora.lora_rank else prepared.resolved.model.on_one_grid
 
 
 def _write_adapter(prepared: PreparedRun, adapters: Adapters) -> Path:

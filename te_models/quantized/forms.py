@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from fp8_suite.te_models.emulation.casts import BLOCK, E4M3, cast_blocks, saturate
-from fp8_suite.te_models.quantized.reader import SQUARE, dequantize, dither
+from fp8_suite.te_models.quantized.reader import SQUARE, dequantize, dither, noise_of
 from torch import Tensor
 
 
@@ -99,9 +99,11 @@ def fp8_weights(shapes: Mapping[str, Sequence[int]], form: Form, bf16: Collectio
 class Quantizer:
     """Quantizes the tensors of a model as they pass, and remembers what it did for config.json."""
 
-    def __init__(self, form: Form, bf16: Collection[str] = ()):
-        """`bf16`: names of linear modules to keep in BF16."""
-        self.form, self.bf16 = form, bf16
+    def __init__(
+        self, form: Form, bf16: Collection[str] = (), at_random: Collection[str] = frozenset(), seed: int = 0
+    ):
+        """`bf16`: linear modules to keep in BF16. `at_random`: weights, maybe in FP32, to round at random."""
+        self.form, self.bf16, self.at_random, self.seed = form, bf16, at_random, seed
         self.quantized = 0  # number of weights in FP8
         self.kept = {"lm_head": None}  # modules with matrices in BF16, in order; also if tied
 
@@ -117,12 +119,15 @@ class Quantizer:
                 tensor, module = layer.pop(name), name.rpartition(".")[0]
                 if name in chosen:
                     self.quantized += 1
+                    if name in self.at_random:
+                        noise = noise_of(self.seed, f"{name}/rounding", tensor.shape, tensor.device)
+                        tensor = dither_blocks(tensor.float(), noise)
                     values, scales = self.form.quantize(tensor.float())
                     yield name, values
                     yield f"{module}.{self.form.scale_name}", scales
                 else:
                     self.kept |= {module: None} if tensor.ndim > 1 else {}
-                    yield name, tensor
+                    yield name, tensor.bfloat16() if name in self.at_random else tensor
 
     @property
     def config(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.quantized import forms
 from fp8_suite.te_models.quantized.reader import SQUARE, dequantize, rounding_intervals
 from fp8_suite.te_models.spec import find_model, weight_source
-from fp8_suite.te_models.weights import rounded_at_random
 from fp8_suite.training.optim.adamw import MasterAdamW, merge_master, split_master
 from fp8_suite.training.optim.optimizer import set_low_halves, state_of, take_low_halves
 from safetensors.torch import load_file
@@ -185,12 +184,12 @@ def test_random_rounding_is_right_on_average():
     middle = torch.tensor([1.0, 1.125, -1.875, 24.0]).repeat(256, 128)
     middle[::128, ::128] = 448.0  # the largest value of each block
     step = torch.where(middle == 448, 0.0, torch.exp2(torch.floor(torch.log2(middle.abs())) - 3))
-    tensors = {"moved": middle + step / 10, "kept": middle + step / 10}
-    rounded = dict(rounded_at_random(tensors.items(), {"moved"}, seed=3))
-    assert torch.equal(rounded["kept"], tensors["kept"])
-    values, scales = forms.quantize_blocks(rounded["moved"].bfloat16().float())
-    crossed = (dequantize(values, scales, SQUARE) - middle) / step
-    crossed = crossed[step > 0]
+    names = [f"model.layers.0.mlp.{name}.weight" for name in ("up_proj", "down_proj")]
+    quantizer = forms.Quantizer(forms.FORMS["block"], at_random=names[:1], seed=3)
+    stored = dict(quantizer.quantize((name, middle + step / 10) for name in names))
+    moved, kept = (dequantize(stored[name], stored[f"{name}_scale_inv"], SQUARE) for name in names)
+    assert torch.equal(kept, middle)
+    crossed = ((moved - middle) / step)[step > 0]
     assert {*crossed.tolist()} == {0.0, 1.0} and crossed.mean().item() == pytest.approx(0.1, abs=0.01)
 
 

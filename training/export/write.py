@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -51,7 +51,8 @@ def export_hf(
         config.dtype = torch.bfloat16
         model = on_meta(ModelSpec("", config, None, trust_remote_code), torch.bfloat16)
         config.architectures = [type(model).__name__]
-        stored = _to_hub_format(model, _check_and_cast(model, tensors))
+        at_random = quantizer.at_random if quantizer else ()
+        stored = _to_hub_format(model, _check_and_cast(model, tensors, at_random))
         write_shards(partial, quantizer.quantize(stored) if quantizer else stored)
         if quantizer:
             config.quantization_config = quantizer.config
@@ -133,12 +134,16 @@ def _publish_export(folder: Path, partial: Path, *, listed: bool) -> None:
     publish(partial, folder)
 
 
-def _check_and_cast(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+def _check_and_cast(
+    model: nn.Module, tensors: NamedTensors, at_random: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the pairs with floats cast to BF16. UserError unless they are the model's weights, and finite.
 
     Buffers and weights that transformers keeps in FP32 are not cast. Biases of an expert router, for example,
-    need more precision than BF16.
+    need more precision than BF16. Nor are weights to round `at_random`, named as on the hub: BF16 would drop
+    small updates.
     """
+    experts = any(".experts." in name for name in at_random)  # fused in memory, under other names
     # Detect tied weights on the model: a composite config may set them in a sub-config.
     tied = tied_names(model)
     missing = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
@@ -149,6 +154,7 @@ def _check_and_cast(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[s
             expected = f"has {shape}" if shape else "has no such weight, or it was exported twice"
             raise UserError(f"export: {name} is {list(tensor.shape)}, but the model {expected}")
         exact = name in buffers or any(part in f".{name}." for part in parts)
+        exact = exact or name in at_random or (experts and ".experts." in name)
         cast = tensor.bfloat16() if tensor.is_floating_point() and not exact else tensor
         if name not in buffers and not cast.isfinite().all():
             way_out = "--resume an earlier checkpoint with another --output_dir"

@@ -118,15 +118,39 @@ def test_weights_whose_sizes_do_not_fit_are_in_bf16(source_form, tmp_path, capsy
     load(tmp_path / "fp8")
 
 
-def test_experts_are_in_fp8_and_their_router_is_not(tmp_path):
-    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+def build_experts(size=128):
+    sizes = {"hidden_size": 128, "moe_intermediate_size": size, "num_experts": 4, "num_experts_per_tok": 2}
     sizes |= {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = build("", model_type="qwen3_moe", head_dim=128, tie_word_embeddings=False, **sizes)
+    return build("", model_type="qwen3_moe", head_dim=128, tie_word_embeddings=False, **sizes)
+
+
+def test_experts_are_in_fp8_and_their_router_is_not(tmp_path):
+    model = build_experts()
     assert main([str(export_of(tmp_path / "export", model)), str(tmp_path / "fp8")]) == 0
     stored = tensors_of(tmp_path / "fp8")
     assert stored["model.layers.1.mlp.experts.3.down_proj.weight"].dtype == torch.float8_e4m3fn
     assert stored["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
     load(tmp_path / "fp8")
+
+
+@pytest.mark.parametrize("size", [128, 64])
+def test_updates_below_the_resolution_of_bf16_survive_random_rounding(size, tmp_path):
+    """Of experts too, which transformers fuses in memory; those of 64 columns stay in BF16."""
+    model = build_experts(size).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "expert" in name or "q_proj" in name:
+            parameter.fill_(1.125 + 1 / 512)  # next values: 1.125 and 1.1328 in BF16, 1.125 and 1.25 in E4M3
+    names = {n for n in tensors_of(export_of(tmp_path / "bf16", model)) if "expert" in n or "q_proj" in n}
+    export_of(tmp_path / "fp8", model, quantizer=Quantizer(FORMS["block"], at_random=names))
+    exported = dequantized(tmp_path / "fp8", "block")
+    assert len(names) == 2 * (1 + 3 * 4)
+    for name in names:
+        if size == 64 and "expert" in name:
+            assert exported[name].dtype == torch.bfloat16 and (exported[name] == 1.125).all()
+        else:
+            steps = (exported[name] - 1.125) * 8
+            assert {*steps.unique().tolist()} == {0, 1}
+            assert steps.mean().item() == pytest.approx(1 / 64, abs=0.005)
 
 
 def test_what_cannot_be_quantized_is_refused_and_nothing_is_written(tmp_path, capsys):
