@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
-from fp8_suite.te_models.emulation.casts import BLOCK, E4M3, cast_blocks, saturate
-from fp8_suite.te_models.quantized.reader import SQUARE, dequantize, dither, noise_of
+from fp8_suite.te_models.emulation.casts import BLOCK, E4M3, amax_of, cast_blocks, saturate, scale_of, tiled
+from fp8_suite.te_models.quantized.reader import SQUARE, dequantize, noise_of
 from torch import Tensor
 
 
@@ -23,10 +24,19 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return operand.data, operand.scale_inv
 
 
-def dither_blocks(weight: Tensor, noise: Tensor) -> Tensor:
-    """Return BF16 weights [out, in] moved as far as `dither` moves their values in blocks from the middle."""
-    values, scales = quantize_blocks(weight)
-    return (weight + dequantize(dither(values, noise) - values.float(), scales, SQUARE)).bfloat16()
+def round_blocks(weight: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values and scales like `quantize_blocks`, rounded at random by uniform int16 `noise` [out, in].
+
+    An FP32 weight [out, in] between two values becomes one of them with the probability that keeps its mean,
+    so a model's many small updates survive on average. A weight that equals a value keeps its bits.
+    """
+    scales = scale_of(amax_of(tiled(weight, SQUARE), (1, 3)), E4M3, power_of_two=True)
+    values = dequantize(weight.abs(), scales, SQUARE)  # at most 448
+    steps = (values.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2**exponent
+    steps.clamp_(min=2**-6).div_(8)  # subnormal values have the step of the smallest normal ones
+    values.div_(steps).add_(noise, alpha=2**-16).add_(0.5 + 2**-17)  # noise in (0, 1) moves no whole number
+    values.floor_().mul_(steps)
+    return values.copysign_(weight).to(E4M3), scales.reciprocal()
 
 
 def quantize_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,10 +129,11 @@ class Quantizer:
                 tensor, module = layer.pop(name), name.rpartition(".")[0]
                 if name in chosen:
                     self.quantized += 1
+                    quantize = self.form.quantize
                     if name in self.at_random:
                         noise = noise_of(self.seed, f"{name}/rounding", tensor.shape, tensor.device)
-                        tensor = dither_blocks(tensor.float(), noise)
-                    values, scales = self.form.quantize(tensor.float())
+                        quantize = partial(round_blocks, noise=noise)
+                    values, scales = quantize(tensor.float())
                     yield name, values
                     yield f"{module}.{self.form.scale_name}", scales
                 else:

@@ -177,20 +177,32 @@ def test_only_weights_on_one_grid_are_dithered(rule, dithered, tmp_path):
 
 
 def test_random_rounding_is_right_on_average():
-    """Of weights that have moved from the grid by a tenth of a step, one in ten rounds to the next value.
-
-    Only about: intervals of even codes are wider than those of odd ones, and narrower below powers of two.
-    """
-    middle = torch.tensor([1.0, 1.125, -1.875, 24.0]).repeat(256, 128)
-    middle[::128, ::128] = 448.0  # the largest value of each block
-    step = torch.where(middle == 448, 0.0, torch.exp2(torch.floor(torch.log2(middle.abs())) - 3))
+    """Of weights that have moved from the grid by a tenth of a step, one in ten rounds to the next value."""
+    middle = torch.tensor([0.0, 2.0**-8, 1.0, 1.125, -1.875, 24.0, -416.0, 448.0]).repeat(256, 64)
+    exponent = torch.floor(torch.log2(middle.abs())).clamp(min=-6)  # subnormal values have the same step
+    step = torch.where(middle == 448, 0.0, torch.exp2(exponent - 3).copysign(middle))
     names = [f"model.layers.0.mlp.{name}.weight" for name in ("up_proj", "down_proj")]
     quantizer = forms.Quantizer(forms.FORMS["block"], at_random=names[:1], seed=3)
     stored = dict(quantizer.quantize((name, middle + step / 10) for name in names))
     moved, kept = (dequantize(stored[name], stored[f"{name}_scale_inv"], SQUARE) for name in names)
-    assert torch.equal(kept, middle)
-    crossed = ((moved - middle) / step)[step > 0]
-    assert {*crossed.tolist()} == {0.0, 1.0} and crossed.mean().item() == pytest.approx(0.1, abs=0.01)
+    assert torch.equal(kept, middle) and torch.equal(moved[:, 7::8], middle[:, 7::8])
+    for column in range(7):
+        steps = ((moved - middle) / step)[:, column::8]
+        assert {*steps.unique().tolist()} == {0.0, 1.0}
+        assert steps.mean().item() == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.parametrize("exponent", [-127, -40, 0, 100])
+def test_random_rounding_keeps_every_code(exponent):
+    codes = torch.arange(256, dtype=torch.uint8).view(casts.E4M3).float()
+    codes[codes.isnan()] = 448.0
+    weight = torch.ldexp(codes, torch.tensor(exponent)).repeat(128, 1)
+    values, scales = forms.quantize_blocks(weight)
+    assert torch.equal(values[0].float(), codes)
+    for noise in (-(2**15), 2**15 - 1):
+        rounded = forms.round_blocks(weight, torch.full(weight.shape, noise, dtype=torch.int16))
+        assert torch.equal(rounded[0].view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(rounded[1], scales)
 
 
 def adamw(model: torch.nn.Module) -> MasterAdamW:
