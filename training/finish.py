@@ -61,7 +61,8 @@ def export(prepared: PreparedRun, assembly: Assembly) -> None:
         quantizer = None
         if dtype == "fp8":
             kept = bf16_linears(assembly.model, prepared.resolved.precision)
-            quantizer = Quantizer(FORMS["block"], kept, _at_random(prepared), prepared.cfg.optim.seed)
+            at_random = _at_random(prepared, adapters)
+            quantizer = Quantizer(FORMS["block"], kept, at_random, prepared.cfg.optim.seed)
         tensors = export_tensors(assembly.model, gather)
         if strategy.topology.pp > 1:
             tensors = tensors_of_all_stages(tensors, strategy.topology, strategy.device)
@@ -124,15 +125,17 @@ def _merged(prepared: PreparedRun, tensors: NamedTensors, adapters: Adapters) ->
     return merged(tensors, adapters, prepared.cfg.lora.scaling)
 
 
-def _at_random(prepared: PreparedRun) -> frozenset[str]:
+def _at_random(prepared: PreparedRun, adapters: Adapters) -> frozenset[str]:
     """Return the weights to round at random in an FP8 export, so that small updates survive.
 
     Rounded to nearest, most of these weights would be what they were in the checkpoint. What `block` trained
-    is rounded as in training.
+    is rounded as in training, and frozen weights to nearest.
     """
-    cfg, precision = prepared.cfg, prepared.resolved.precision
-    in_blocks = precision.in_use == {"block"} and not cfg.precision.fp8_fp32_scales
-    return frozenset() if in_blocks and not cfg.lora.lora_rank else prepared.resolved.model.on_one_grid
+    on_one_grid, precision = prepared.resolved.model.on_one_grid, prepared.resolved.precision
+    if adapters:
+        return on_one_grid & {f"{layer}.weight" for layer in adapters}
+    in_blocks = precision.in_use == {"block"} and not prepared.cfg.precision.fp8_fp32_scales
+    return frozenset() if in_blocks else on_one_grid
 
 
 def _write_adapter(prepared: PreparedRun, adapters: Adapters) -> Path:

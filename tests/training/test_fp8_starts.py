@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_suite.te_models.quantized.forms import quantize_blocks
 from fp8_suite.training.config import parse_config
 from fp8_suite.training.resolve import resolve
 from safetensors.torch import load_file
@@ -62,6 +63,18 @@ def test_small_updates_of_fp8_weights_reach_the_fp8_export(layers, learning_rate
         shares = [(before != after)[before.abs() >= 16].float().mean() for before, after in values]
         assert len(shares) == weights
         assert all(0.001 < share < 0.1 if moves else share == 0 for share in shares)
+
+
+def test_weights_without_adapters_are_rounded_to_nearest(tmp_path):
+    """Scales per tensor are no powers of two, so an export in blocks rounds all weights."""
+    tensors = save_fp8(tmp_path / "fp8", fine_grained(None), **HALF)
+    flags = f"{BF16} {FP8_EXPORT} --lora_rank 4 --lora_targets q_proj --learning_rate 1e-300"
+    exported = load_file(train(tmp_path / "run", tmp_path / "fp8", flags) / "export_fp8/model.safetensors")
+    for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]:
+        weight = tensors[name].float() * tensors[f"{name}_scale_inv"]
+        nearest, scales = quantize_blocks(weight.bfloat16().float())
+        assert torch.equal(exported[f"{name}_scale_inv"], scales)
+        assert torch.equal(exported[name].float(), nearest.float()) == ("q_proj" not in name)
 
 
 @pytest.mark.parametrize(
