@@ -9,10 +9,14 @@ from fp8_suite.training.config import parse_config
 from fp8_suite.training.resolve import resolve
 from safetensors.torch import load_file
 
+from tests.children import preload
 from tests.fp8_checkpoints import assert_exact_masters, fine_grained, power_of_two, save_fp8
 from tests.training.conftest import HALF
 from tests.training.parallel.jobs import record
+from tests.training.parallel.jobs import train as train_on_ranks
 from tests.training.test_run import train as train_small
+
+preload(__name__)
 
 
 def train(folder: Path, model: Path, flags: str) -> Path:
@@ -75,6 +79,17 @@ def test_weights_without_adapters_are_rounded_to_nearest(tmp_path):
         nearest, scales = quantize_blocks(weight.bfloat16().float())
         assert torch.equal(exported[f"{name}_scale_inv"], scales)
         assert torch.equal(exported[name].float(), nearest.float()) == ("q_proj" not in name)
+
+
+def test_ranks_round_at_random_as_one_device_does(tmp_path):
+    save_fp8(tmp_path / "fp8", fine_grained(None), **HALF, **EXPERTS)
+    flags = f"--model_name {tmp_path}/fp8 --tokenizer_name demo --max_steps 1 --no_save_checkpoints"
+    flags += f" {BF16} {FP8_EXPORT} --learning_rate 1e-300"
+    train_small(tmp_path / "one", flags)
+    train_on_ranks(tmp_path / "two", f"{flags} --sharding_mode fsdp_full", ranks=2)
+    one, two = (load_file(tmp_path / name / "export_fp8/model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(tensor.float(), two[name].float()) for name, tensor in one.items())
 
 
 @pytest.mark.parametrize(
