@@ -160,10 +160,10 @@ class Checkpoints:
         return {name: torch.Size(spec["shape"]) for name, spec in read_manifest(path)["tensors"].items()}
 
     def delete_leftovers(self) -> None:
-        """Delete what killed saves have left. On one process."""
+        """Delete what killed saves have left, if possible. On one process."""
         for pattern in (".step_*.partial", ".step_*.pruned"):
             for leftover in self.folder.glob(pattern):
-                shutil.rmtree(leftover)
+                shutil.rmtree(leftover, ignore_errors=True)
 
     # Steps of a save, in order
 

@@ -286,6 +286,23 @@ def test_a_lower_keep_last_frees_space_before_the_next_save(tmp_path):
     assert on_disk(checkpoints) == [3]
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_stops_no_run(tmp_path, monkeypatch):
+    """As on NFS while a file in it is open."""
+    rmdir = os.rmdir
+
+    def busy(path, **options) -> None:
+        if str(path).endswith(".pruned"):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        rmdir(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        checkpoints = save_steps(tmp_path, 1, 2, 3, keep_last=1)
+    assert index_of(checkpoints)["steps"] == [3] and holds(checkpoints, checkpoints.latest(), 3)
+    checkpoints.save(4, filled(4), {})
+    assert on_disk(checkpoints) == [4]
+
+
 def save_and_die(folder: Path, step: int, asynchronous: bool, left: int) -> None:
     """Save a step, but SIGKILL this process just before its `left`-th change on disk."""
 
