@@ -97,9 +97,9 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
     for folder in (path, path / "checkpoints"):
         if latest := index.latest(folder):
             return latest
-    raise bad_setting(
-        "no checkpoint there; give a run folder, or one such as RUN/checkpoints/step_000500", resume=resume
-    )
+    reason = f"no checkpoint there, or one without {MANIFEST}"
+    way_out = "give a run folder, or one such as RUN/checkpoints/step_000500"
+    raise bad_setting(f"{reason}; {way_out}", resume=resume)
 
 
 def _origin(folder: Path) -> Path:

@@ -31,7 +31,7 @@ def test_resume_from_a_path_without_checkpoints_is_refused(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match=f"--resume {resume}: no checkpoint there"):
+    with pytest.raises(UserError, match=f"--resume {resume}: no checkpoint there, or one without manifest"):
         resolve_resume(resume, Checkpoints(tmp_path / "checkpoints", keep_last=1))
 
 
