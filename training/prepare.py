@@ -114,7 +114,7 @@ def prepare(
         starts = cfg.optim.max_steps != 0 and not (resume and resume.same_run)
         size = checkpoint_bytes(sizing.chosen) if starts and cfg.checkpoint.save_checkpoints else 0.0
         ranks.run_on_rank0(checkpoints.delete_leftovers)
-        ranks.run_on_rank0(lambda: check_space(folder, size, cfg.checkpoint.keep_last))
+        ranks.run_on_rank0(lambda: check_space(folder, size, cfg))
         ranks.run_on_rank0(lambda: _record_settings(cfg, folder))  # loading the data may take hours
         load = partial(_load_data, cfg, resolved, strategy, resumes=resume is not None)
         tokenizer, loaders = _on_each_rank(watchdog, "loading the data", load, DATA_SECONDS)

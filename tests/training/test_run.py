@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from fp8_suite.data.chat import Encoder
 from fp8_suite.te_models import build
 from fp8_suite.training import outcome, trainer
 from fp8_suite.training.checkpoint.resume import count_steps
+from fp8_suite.training.checkpoint.run_folder import check_space
 from fp8_suite.training.config import config_from_dict, parse_config
 from fp8_suite.training.optim import loss_scale
 from fp8_suite.training.optim.batch_ramp import BatchSchedule
@@ -360,7 +362,7 @@ def test_files_of_something_else_are_not_replaced(name, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("free", "code", "message"),
-    [(1e5, EXIT_BAD_SETTING, "the disk has 0.0 GB free"), (4e7, 0, "6 checkpoints of 0.0 GB do not fit")],
+    [(1e5, EXIT_BAD_SETTING, "the disk has 0.0 GB free"), (4e7, 0, "2 checkpoints of 0.0 GB do not fit")],
 )
 def test_a_small_disk_is_noted_before_the_first_step(tmp_path, capfd, monkeypatch, free, code, message):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
@@ -368,6 +370,20 @@ def test_a_small_disk_is_noted_before_the_first_step(tmp_path, capfd, monkeypatc
     printed = "".join(capfd.readouterr())
     assert message in printed and ("step 1/2" in printed.partition(message)[2]) == (code == 0)
     assert (tmp_path / "run").exists() == (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [("", 6), ("--save_interval 10m --max_steps 4", 6), ("--save_interval 3 --max_steps 7", 3)],
+)
+def test_the_room_is_that_of_the_saves_of_the_run(flags, number, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=25e9))
+    cfg = parse_config(shlex.split(flags), prog="test", description="test")
+    check_space(tmp_path, 25e9 / (number - 0.5), cfg)
+    assert f"{number} checkpoints of" in capsys.readouterr().out
+    check_space(tmp_path, 25e9 / (number + 0.5), cfg)
+    check_space(tmp_path, 20e9, replace(cfg, checkpoint=replace(cfg.checkpoint, save_interval="0")))
+    assert not capsys.readouterr().out
 
 
 def test_the_room_of_a_killed_first_save_counts_as_free(tmp_path, monkeypatch):

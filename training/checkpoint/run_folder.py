@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import shutil
 import time
@@ -16,6 +17,7 @@ from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_
 from fp8_suite.core.files import explaining_write_errors, write_json, write_remedy
 from fp8_suite.core.readers import parse_json
 from fp8_suite.training.checkpoint.resume import check_folder
+from fp8_suite.training.checkpoint.settings import parse_save_interval
 from fp8_suite.training.config import Config
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
@@ -64,16 +66,20 @@ def _first_free(folder: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def check_space(folder: Path, size: float, keep_last: int) -> None:
-    """Warn if the disk has no room for all checkpoints of `size` bytes. UserError if it has none for one."""
-    free = shutil.disk_usage(folder).free
+def check_space(folder: Path, size: float, cfg: Config) -> None:
+    """Warn if the disk has no room for the run's checkpoints of `size` bytes. UserError if none for one."""
+    free, total = shutil.disk_usage(folder).free, cfg.optim.max_steps
+    number = cfg.checkpoint.keep_last + 1  # a save needs its room before it deletes the oldest checkpoint
+    steps, seconds = parse_save_interval(cfg.checkpoint.save_interval)
+    if not seconds and (total or not steps):
+        number = min(number, math.ceil(total / steps) if steps else 1)
     if size > free:
         reason = f"a checkpoint takes {size / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free"
         raise bad_setting(f"{reason}; choose another disk, or --no_save_checkpoints", output_dir=folder)
-    if (keep_last + 1) * size > free:  # a save needs its room before it deletes the oldest checkpoint
+    if number * size > free:
         print_rank0(
-            f"WARNING: --keep_last {keep_last}: the disk of --output_dir has {free / 1e9:.1f} GB free; "
-            f"{keep_last + 1} checkpoints of {size / 1e9:.1f} GB do not fit"
+            f"WARNING: --keep_last {cfg.checkpoint.keep_last}: the disk of --output_dir has "
+            f"{free / 1e9:.1f} GB free; {number} checkpoints of {size / 1e9:.1f} GB do not fit"
         )
 
 
