@@ -60,18 +60,23 @@ def read_manifest(folder: Path) -> dict:
 
 
 def verify(folder: Path, names: Iterable[str] | None = None) -> dict:
-    """Return the manifest if all files, or only `names`, match it. DamagedCheckpoint otherwise."""
+    """Return the manifest if the sizes of all files match it, and the checksums of all, or only of `names`.
+
+    DamagedCheckpoint otherwise.
+    """
     manifest = read_manifest(folder)
     files = manifest["files"]
     for path in folder.glob("*.safetensors"):  # torch's reader opens all of them
         if path.name not in files:
             raise damaged(f"{path}: not in {MANIFEST}, so it is not part of this checkpoint")
     try:
+        for name, digest in files.items():
+            if (size := (folder / name).stat().st_size) != digest["size"]:
+                raise damaged(f"{folder / name}: has {size:,} of {digest['size']:,} bytes")
         actual = digests(folder, sorted(names or files))
     except OSError as error:
         raise damaged(f"{error.filename}: {error.strerror}") from None
     for name, digest in actual.items():
         if digest != files[name]:
-            sizes = f"{digest['size']} of {files[name]['size']} bytes"
-            raise damaged(f"{folder / name}: does not match its checksum ({sizes})")
+            raise damaged(f"{folder / name}: does not match its checksum")
     return manifest

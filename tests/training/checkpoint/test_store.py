@@ -197,8 +197,8 @@ def change_manifest(path: Path) -> None:
 
 
 DAMAGE = {
-    "truncated shard": (lambda p: os.truncate(shard_of(p), 100), "safetensors: .*checksum"),
-    "longer shard": (lambda p: shard_of(p).write_bytes(shard_of(p).read_bytes() + b"0"), "checksum"),
+    "truncated shard": (lambda p: os.truncate(shard_of(p), 100), "safetensors: has 100 of"),
+    "longer shard": (lambda p: shard_of(p).write_bytes(shard_of(p).read_bytes() + b"0"), "has .* bytes"),
     "missing shard": (lambda p: shard_of(p).unlink(), "safetensors: No such file"),
     "flipped shard": (lambda p: flip(shard_of(p), -1), "safetensors: .*checksum"),
     "flipped length of a shard's header": (lambda p: flip(shard_of(p), 6), "safetensors: .*checksum"),
@@ -218,7 +218,7 @@ def test_damage_is_named(tmp_path, kind):
     path = tmp_path / "step_000002"
     damage(path)
     uses = [verify, lambda path: checkpoints.load(path, filled(0))]
-    for use in uses + [checkpoints.read_meta] * ("shard" not in kind):
+    for use in uses + [checkpoints.read_meta] * ("flipped" not in kind):
         with pytest.raises(DamagedCheckpoint, match=reason) as caught:
             use(path)
         assert caught.value.exit_code == EXIT_BAD_SETTING
