@@ -51,7 +51,7 @@ def test_a_resume_in_another_effective_recipe_is_refused():
 
 def test_another_learning_rate_is_refused_and_the_error_names_the_way():
     saved, now = config_from_dict({}), config_from_dict({"learning_rate": 5e-5})
-    with pytest.raises(UserError, match="1e-05 there, 5e-05 here.*or add --resume run --output_dir NEW$"):
+    with pytest.raises(UserError, match=r"1e-05 there, 5e-05 here.*or add --resume run --output_dir NEW$"):
         resumed(saved, 1, now, 1)
     meta = {"config": saved.to_dict(), "world_size": 1, "recipe": "fp32"}
     other_run = ResumePoint(Path("run"), meta, same_run=False, rollback=False)
