@@ -25,12 +25,11 @@ from fp8_suite.te_models.presets import LOCAL_PRESETS
 from fp8_suite.te_models.spec import with_special_tokens
 from fp8_suite.training.checkpoint.resume import (
     ResumePoint,
-    check_base,
+    base_of,
     check_resume,
     count_resumed_steps,
     count_steps,
     find_resume_point,
-    frozen_base,
     is_finished,
 )
 from fp8_suite.training.checkpoint.run_folder import (
@@ -199,9 +198,9 @@ def _find_checkpoint(
         reason = "its run is finished and its checkpoints are gone; to train again, choose another folder"
         raise bad_setting(reason, output_dir=folder)
     if point:
-        if notice := check_resume(point, cfg, resolved.precision.effective, topology.world_size):
+        recipe, base = resolved.precision.effective, base_of(cfg, resolved.model)
+        if notice := check_resume(point, cfg, recipe, topology.world_size, base):
             print_rank0(notice)
-        check_base(point, frozen_base(cfg, resolved.model))
     return point
 
 

@@ -9,9 +9,9 @@ from fp8_suite.data.build import Loaders
 from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.progress import Progress
 from fp8_suite.training.checkpoint.resume import (
+    base_of,
     eval_losses,
     forget_evaluations,
-    frozen_base,
     gradient_ratio,
     roll_back,
 )
@@ -35,7 +35,7 @@ def restore(prepared: PreparedRun, loaders: Loaders, assembly: Assembly) -> tupl
         progress=Progress(),
         total_steps=prepared.total_steps,
         evaluation=loaders.eval_fingerprint,
-        base=frozen_base(prepared.cfg, prepared.resolved.model),
+        base=base_of(prepared.cfg, prepared.resolved.model),
     )
     prepared.checkpoints.region = partial(region_of, assembly.model)
     saved, evaluated = {}, False

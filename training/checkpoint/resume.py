@@ -147,21 +147,14 @@ def forget_evaluations(checkpoints: Checkpoints) -> None:
 # Settings
 
 
-def frozen_base(cfg: Config, model: ModelSpec) -> str | None:
-    """Return the identity of frozen weights, which checkpoints do not hold; None if all weights train."""
-    if not cfg.lora.enabled:
-        return None
-    return digests(model).get("weights") or f"random, seed {cfg.optim.seed}"
+def base_of(cfg: Config, model: ModelSpec) -> str | None:
+    """Return the identity of the weights that training starts from; None if they are random and all train."""
+    random = f"random, seed {cfg.optim.seed}" if cfg.lora.enabled else None
+    return digests(model).get("weights", random)
 
 
-def check_base(point: ResumePoint, base: str | None) -> None:
-    """UserError if adapters of the checkpoint were trained on other frozen weights."""
-    if base and point.meta.get("base") not in (None, base):
-        raise bad_setting("its adapters were trained on other weights; restore those", resume=point.path)
-
-
-def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) -> str:
-    """UserError if the checkpoint was saved with other settings or another effective recipe.
+def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int, base: str | None) -> str:
+    """UserError if the checkpoint was saved with other settings, another effective recipe or on another base.
 
     Return a notice about permitted changes ('' for none).
     """
@@ -178,6 +171,10 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
         refused["fp8_scenario"] = (meta["recipe"], recipe)
     elif "fp8_scenario" in refused:  # `default` and the recipe that it stands for
         allowed["fp8_scenario"] = refused.pop("fp8_scenario")
+    moved = ["dataset_name", "tokenizer_name"]  # the data loader compares the tokens
+    if base and base == meta.get("base"):
+        moved.append("model_name")
+    allowed |= {name: refused.pop(name) for name in moved if name in refused}
     if refused:
         export = f"--resume {point.path} --max_steps {point.step} --export --output_dir NEW"
         way_out = f"use the same settings, or add {export} to them and train from that export"
@@ -188,6 +185,8 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
             way_out = f"use the same settings, or add --resume {point.path} --output_dir NEW"
         reason = f"saved with other settings ({describe_changes(refused)})"
         raise bad_setting(f"{reason}; {way_out}", resume=point.path)
+    if cfg.lora.enabled and meta.get("base") not in (None, base):
+        raise bad_setting("its adapters were trained on other weights; restore those", resume=point.path)
     notices = [f"--resume {point.path}: settings changed: {describe_changes(allowed)}"] if allowed else []
     if "moment_dtype" in allowed:
         notices.append(f"Adam's moments are converted to {cfg.precision.moment_dtype}")

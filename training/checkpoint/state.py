@@ -42,7 +42,7 @@ class RunState:
     progress: Progress
     total_steps: int
     evaluation: Any  # fingerprint of the evaluation samples (JSON), or None
-    base: str | None = None  # identity of frozen weights, which checkpoints do not hold
+    base: str | None = None  # identity of the weights that training started from
 
 
 def saved_state(run: RunState, scaling: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:

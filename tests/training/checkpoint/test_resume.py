@@ -20,7 +20,7 @@ from fp8_suite.training.config import Config, config_from_dict
 from fp8_suite.training.optim import optimizer
 from fp8_suite.training.outcome import report_failure
 
-from tests.training.test_run import record, train
+from tests.training.test_run import record, saved, train
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +55,14 @@ def test_another_learning_rate_is_refused_and_the_error_names_the_way():
         resumed(saved, 1, now, 1)
     meta = {"config": saved.to_dict(), "world_size": 1, "recipe": "fp32"}
     other_run = ResumePoint(Path("run"), meta, same_run=False, rollback=False)
-    assert "settings changed: --learning_rate 1e-05 there" in check_resume(other_run, now, "fp32", 1)
+    assert "settings changed: --learning_rate 1e-05 there" in check_resume(other_run, now, "fp32", 1, None)
 
 
 def resumed(saved: Config, saved_ranks: int, now: Config, ranks: int, *, recipe: str = "fp32") -> str:
     """Return the notice about a resume with other settings, or on other ranks."""
     meta = {"config": saved.to_dict(), "world_size": saved_ranks, "recipe": "fp32", "progress": {"step": 1}}
-    return check_resume(ResumePoint(Path("run"), meta, same_run=True, rollback=False), now, recipe, ranks)
+    point = ResumePoint(Path("run"), meta, same_run=True, rollback=False)
+    return check_resume(point, now, recipe, ranks, None)
 
 
 def test_a_batch_may_be_split_differently_and_grow_with_the_ranks(tmp_path):
@@ -117,6 +118,35 @@ def test_on_one_rank_an_exchange_in_fp8_resumes_as_bf16():
             resume(*refused)
 
 
+@pytest.mark.parametrize("lora", ["", "--lora_rank 2"])
+def test_folders_of_model_and_data_may_move_but_not_change(lora, tmp_path, capsys):
+    rows = [{"text": f"{i} and {i} is {2 * i}. " * 4} for i in range(40)]
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    (old / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train(old, "--max_steps 1 --no_save_checkpoints")  # makes the model
+    flags = f"--split_name train --save_interval 2 --no_export {lora}"
+
+    def run(parent: Path, folder: str, steps: int, *, code: int = 0) -> Path:
+        files = f"--model_name {parent}/export --dataset_name {parent}/data.jsonl"
+        return train(tmp_path / folder, f"{files} {flags} --max_steps {steps}", code=code)
+
+    uninterrupted = run(old, "uninterrupted", 4)
+    run(old, "run", 2)
+    old.rename(new)
+    run(new, "run", 4)
+    assert f"--model_name {old}/export there, {new}/export here" in capsys.readouterr().out
+    for name, tensor in saved(uninterrupted, 4).items():
+        assert torch.equal(saved(tmp_path / "run", 4)[name], tensor), name
+    other = train(tmp_path / "other", "--max_steps 1 --no_save_checkpoints --seed 1")
+    shutil.copy(new / "data.jsonl", other)
+    run(other, "run", 6, code=EXIT_BAD_SETTING)
+    assert f"--model_name {new}/export there, {other}/export here" in capsys.readouterr().err
+    (new / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    run(new, "run", 6, code=EXIT_BAD_SETTING)
+    assert "the checkpoint's data position is not valid for this run" in capsys.readouterr().err
+
+
 def test_changed_evaluation_data_discards_earlier_losses_with_a_warning(folder, capsys):
     meta_path = folder / "checkpoints" / "step_000004" / "meta.json"
     assert json.loads(meta_path.read_text())["evaluation"]
@@ -154,7 +184,7 @@ def test_settings_of_a_newer_version_are_refused_and_its_counters_dropped():
     cfg = config_from_dict({})
     meta = {"config": cfg.to_dict() | {"label_smoothing": 0.1}, "total_steps": 9}
     with pytest.raises(UserError, match="label_smoothing"):
-        check_resume(ResumePoint(Path("run"), meta, same_run=True, rollback=False), cfg, "fp32", 1)
+        check_resume(ResumePoint(Path("run"), meta, same_run=True, rollback=False), cfg, "fp32", 1, None)
     assert Progress.from_meta({"progress": {"step": 3, "spikes": 1}}) == Progress(step=3)
 
 
