@@ -12,6 +12,7 @@ from fp8_suite.core.machine import cores
 def pytest_configure(config: pytest.Config) -> None:
     # Background shells ignore SIGINT for their jobs, and child processes inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # datasets would send a request for each data set it opens
     # torch.compile would reuse code that it compiled for other CPU instructions (ATEN_CPU_CAPABILITY), which
     # computes NaN or aborts. Worker processes inherit the variable.
     os.environ["WANDB_MODE"] = "offline"

@@ -21,10 +21,12 @@ from fp8_suite.training.checkpoint.manifest import verify
 from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.parallel.ranks import TORCHRUN
 from safetensors.torch import load_file
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from fp8_suite.train_multi_gpu import join_torchrun
 from tests.children import forked
 
+get_checkpoint_conversion_mapping("llama")  # its first call builds a table, which every export needs
 HERE = platform.node()
 # 37 sequences; in the epoch's last step, of one sequence, the second rank has none.
 SMALL = (
