@@ -27,7 +27,7 @@ SHARDED += " --save_interval 2 --gradient_accumulation_steps 2 --max_steps 4"
 
 @pytest.fixture(scope="module")
 def sharded(small) -> str:
-    return f"{SHARDED} {small()}"
+    return f"{SHARDED} {small(num_hidden_layers=2)}"
 
 
 @pytest.fixture(scope="module")

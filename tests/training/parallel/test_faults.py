@@ -125,11 +125,16 @@ PATCHES: dict[str, tuple[str, Callable[[int], None]]] = {
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory) -> dict[str, Job]:
+def faulty(small, tmp_path_factory) -> dict[str, Job]:
     """Jobs with one fault each. They mostly wait, so they are all started at once."""
-    folder = tmp_path_factory.mktemp("faulty")
+    folder, model = tmp_path_factory.mktemp("faulty"), small(num_hidden_layers=2)
     return {
-        name: start(folder / name.replace(" ", "_"), flags, patch=patch, ranks=3 if name == "killed" else 2)
+        name: start(
+            folder / name.replace(" ", "_"),
+            f"{model} {flags}",
+            patch=patch,
+            ranks=3 if name == "killed" else 2,
+        )
         for name, (flags, patch) in PATCHES.items()
     }
 

@@ -34,11 +34,11 @@ def die_in(place: str, rank: int) -> None:
     setattr(owner, name, dying)
 
 
-def test_a_run_killed_in_every_part_of_a_save_equals_an_uninterrupted_one(tmp_path):
-    folder = tmp_path / "killed"
-    whole = train(tmp_path / "whole", f"{FLAGS} --keep_last 4 --no_async_save").folder
+def test_a_run_killed_in_every_part_of_a_save_equals_an_uninterrupted_one(small, tmp_path):
+    folder, flags = tmp_path / "killed", f"{FLAGS} {small(num_hidden_layers=2)}"
+    whole = train(tmp_path / "whole", f"{flags} --keep_last 4 --no_async_save").folder
     for place, (_, _, step) in PLACES.items():
-        job = start(folder, FLAGS, patch=partial(die_in, place))
+        job = start(folder, flags, patch=partial(die_in, place))
         jobs.wait_until(lambda job=job: any(process.exitcode for process in job.ranks), job)
         for process in job.ranks:
             process.kill()
@@ -46,6 +46,6 @@ def test_a_run_killed_in_every_part_of_a_save_equals_an_uninterrupted_one(tmp_pa
         assert jobs.last_checkpoint(folder) == f"step_{step:06d}", place
         assert same_bits(saved(folder, step), saved(whole, step)), place
         jobs.children.close()
-    train(folder, FLAGS)
+    train(folder, flags)
     assert same_bits(saved(folder, 8), saved(whole, 8)) and curve(folder) == curve(whole)
     assert not list(checkpoint(folder, 8).parent.glob(".*")), "leftovers are deleted"

@@ -79,9 +79,14 @@ def same_run(
 
 
 @pytest.fixture(scope="module")
+def model(small) -> str:
+    return small(num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
 def reference(once) -> Callable[[str], Path]:
     """An epoch on one device, with the global batch of two ranks, once for each set of flags."""
-    return lambda flags="": once(f"--batch_size 4 {flags}")
+    return lambda flags: once(f"--batch_size 4 {flags}")
 
 
 def resume_in_layouts(folder: Path, flags: str, layouts: dict[str, tuple], rel: float) -> None:
@@ -99,20 +104,22 @@ SHARDED = "--sharding_mode fsdp_full --save_interval 3"
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory) -> dict[str, Path]:
+def sharded(model, tmp_path_factory) -> dict[str, Path]:
     """An epoch on two ranks under FSDP with checkpoints, by precision; one is logged to W&B too."""
     folder = tmp_path_factory.mktemp("sharded")
     settings = {"fp32": "--use_wandb", "bf16": "--mixed_precision bf16"}
-    return {name: train(folder / name, f"{SHARDED} {flags}").folder for name, flags in settings.items()}
+    return {
+        name: train(folder / name, f"{SHARDED} {model} {flags}").folder for name, flags in settings.items()
+    }
 
 
 RAMP = "--batch_ramp '256:0 512:1Ki 1Ki:2Ki' --lr_scheduler wsd --save_interval 4 --no_export"
 
 
 @pytest.fixture(scope="module")
-def ramp(tmp_path_factory) -> Path:
+def ramp(model, tmp_path_factory) -> Path:
     """An epoch on one rank, with 1, 2 and 4 micro-batches per step."""
-    return train(tmp_path_factory.mktemp("ramp") / "one", RAMP, ranks=1).folder
+    return train(tmp_path_factory.mktemp("ramp") / "one", f"{RAMP} {model}", ranks=1).folder
 
 
 def check_group_timeouts(rank: int) -> None:
@@ -136,9 +143,9 @@ def check_group_timeouts(rank: int) -> None:
         ("ds_zero3", 2, {}),
     ],
 )
-def test_the_sharding_mode_does_not_change_the_run(mode, accumulation, more, reference, tmp_path):
+def test_the_sharding_mode_does_not_change_the_run(mode, accumulation, more, model, reference, tmp_path):
     """Labels are masked unevenly: a mean of the ranks' means would show."""
-    flags = f"--gradient_accumulation_steps {accumulation}"
+    flags = f"{model} --gradient_accumulation_steps {accumulation}"
     sharding = f"--sharding_mode {mode}" + " --batch_size 1" * (mode == "hsdp")
     job = train(tmp_path / "run", f"{flags} {sharding}", patch=check_group_timeouts, **more)
     same_run(job.folder, reference(flags))
@@ -148,10 +155,10 @@ def test_the_sharding_mode_does_not_change_the_run(mode, accumulation, more, ref
 
 
 @pytest.mark.parametrize(("precision", "rel", "norms"), [("fp32", 1e-5, 1e-4), ("bf16", 2e-3, 4e-3)])
-def test_fsdp_with_checkpoints_is_the_same_run(precision, rel, norms, sharded, reference):
+def test_fsdp_with_checkpoints_is_the_same_run(precision, rel, norms, model, sharded, reference):
     """On a CPU, BF16 rounds at other places with autocast than with FSDP; norms come to differ by 0.2 %."""
     flags = {"fp32": "--gradient_accumulation_steps 1", "bf16": "--mixed_precision bf16"}[precision]
-    same_run(sharded[precision], reference(flags), rel=rel, norms=norms)
+    same_run(sharded[precision], reference(f"{model} {flags}"), rel=rel, norms=norms)
 
 
 def test_a_model_that_only_transformers_can_read_is_sharded_too(reference, tmp_path):
@@ -182,10 +189,10 @@ def resume(folder: Path, origin: Path, step: int, flags: str = "", *, ranks: int
     return train(folder, flags, ranks=ranks).folder
 
 
-def test_a_run_resumes_on_one_rank_and_in_another_mode(sharded, tmp_path):
+def test_a_run_resumes_on_one_rank_and_in_another_mode(model, sharded, tmp_path):
     uninterrupted = sharded["fp32"]
-    one = resume(tmp_path / "one", uninterrupted, 3, "--batch_size 4", ranks=1)
-    split = "--batch_size 1 --gradient_accumulation_steps 2"
+    one = resume(tmp_path / "one", uninterrupted, 3, f"{model} --batch_size 4", ranks=1)
+    split = f"{model} --batch_size 1 --gradient_accumulation_steps 2"
     two = resume(tmp_path / "two", one, 6, f"{split} --sharding_mode ddp")
     for folder, step, ranks in ((one, 3, 1), (two, 6, 2)):
         assert curve(folder) == pytest.approx(rest(uninterrupted, step), rel=1e-6)
@@ -193,9 +200,9 @@ def test_a_run_resumes_on_one_rank_and_in_another_mode(sharded, tmp_path):
         assert summary(folder)["world_size"] == ranks
 
 
-def test_moments_in_8_bits_are_sharded_and_resharded(small, tmp_path):
+def test_moments_in_8_bits_are_sharded_and_resharded(model, tmp_path):
     """Resume at the end, without further steps. Blocks of a row stay together; three ranks shard unevenly."""
-    flags = f"{small()} --moment_dtype fp8 --save_interval 3"
+    flags = f"{model} --moment_dtype fp8 --save_interval 3"
     three_ranks = train(tmp_path / "run", f"--max_steps 3 --sharding_mode fsdp_full {flags}", ranks=3).folder
     expected = saved(three_ranks, 3)
     assert any(name.endswith("exp_avg_exponents") for name in expected)
@@ -225,8 +232,8 @@ def clock_by_step(rank: int) -> None:
     save_settings.time = SimpleNamespace(perf_counter=lambda: now[0])
 
 
-def test_ranks_with_different_clocks_save_by_time_at_the_same_steps(tmp_path):
-    flags = "--max_steps 5 --sharding_mode fsdp_full --no_export --save_interval"
+def test_ranks_with_different_clocks_save_by_time_at_the_same_steps(model, tmp_path):
+    flags = f"{model} --max_steps 5 --sharding_mode fsdp_full --no_export --save_interval"
     folder = train(tmp_path / "run", f"{flags} 2h", patch=clock_by_step).folder
     assert set(step_folders(folder / "checkpoints")) == {2, 4, 5}
     assert json.loads((folder / "settings.json").read_text())["save_interval"] == "2h"
@@ -239,8 +246,8 @@ def small_chunks(rank: int) -> None:
     offload.CHUNK = 100 * moments.BLOCK
 
 
-def test_an_offloaded_optimizer_changes_no_bits_and_may_change_at_a_resume(small, tmp_path):
-    flags = f"{small()} --max_steps 4 --no_export --moment_dtype fp8,bf16 --sharding_mode fsdp_full"
+def test_an_offloaded_optimizer_changes_no_bits_and_may_change_at_a_resume(model, tmp_path):
+    flags = f"{model} --max_steps 4 --no_export --moment_dtype fp8,bf16 --sharding_mode fsdp_full"
     plain = train(tmp_path / "plain", f"{flags} --save_interval 3").folder
     flags_on = f"{flags} --offload_optimizer"
     job = train(tmp_path / "offloaded", f"{flags_on} --save_interval 3", patch=small_chunks)
@@ -255,9 +262,9 @@ def test_an_offloaded_optimizer_changes_no_bits_and_may_change_at_a_resume(small
     assert same_bits(on, off) and any(tensor.dtype == torch.int16 for tensor in on.values())
 
 
-def test_more_ranks_with_the_same_batch_size_see_every_sample_once(sharded, tmp_path):
+def test_more_ranks_with_the_same_batch_size_see_every_sample_once(model, sharded, tmp_path):
     """The global batch changes, with a warning; the data resumes at the next unseen sample."""
-    flags = f"--resume {checkpoint(sharded['fp32'], 3)} --no_export --save_interval 1"
+    flags = f"{model} --resume {checkpoint(sharded['fp32'], 3)} --no_export --save_interval 1"
     job = train(tmp_path / "run", flags, ranks=3)
     warning = "saved on 2 ranks with a global batch of 4 sequences; it is 6 on 3"
     assert job.printed().count(warning) == 1
@@ -266,14 +273,14 @@ def test_more_ranks_with_the_same_batch_size_see_every_sample_once(sharded, tmp_
     assert three_ranks["steps"] == 3 + -(-(37 - 3 * 4) // 6)
     # Resumed once more, on as many ranks, the run keeps the length it was given.
     last = three_ranks["steps"] - 3
-    again = resume(tmp_path / "again", job.folder, last, "--no_export", ranks=3)
+    again = resume(tmp_path / "again", job.folder, last, f"{model} --no_export", ranks=3)
     # Sums of three gradients round by their place in DDP's buckets, arranged anew after a first step.
     assert curve(again) == pytest.approx(rest(job.folder, last), rel=1e-6)
     assert summary(again)["tokens"] == three_ranks["tokens"]
 
 
-def test_a_global_batch_is_kept_on_other_ranks_and_accumulation_follows(tmp_path):
-    flags = "--batch_size 2 --global_batch_size 12 --save_interval 2 --no_export"
+def test_a_global_batch_is_kept_on_other_ranks_and_accumulation_follows(model, tmp_path):
+    flags = f"{model} --batch_size 2 --global_batch_size 12 --save_interval 2 --no_export"
     job = train(tmp_path / "run", flags)
     assert job.printed().count("fit: --batch_size 2 x 3 micro-batches") == 1
     settings = json.loads((job.folder / "settings.json").read_text())
@@ -290,9 +297,12 @@ def test_a_global_batch_is_kept_on_other_ranks_and_accumulation_follows(tmp_path
 
 
 @pytest.mark.parametrize("mode", ["fsdp_full", "ds_zero2"])
-def test_a_batch_grows_on_two_ranks_as_on_one_and_tokens_seen_survive_a_change_of_ranks(mode, ramp, tmp_path):
-    two = train(tmp_path / "two", f"{RAMP} --batch_size 1 --sharding_mode {mode}").folder
-    one = resume(tmp_path / "one", two, 4, f"{RAMP} --batch_size 1", ranks=1)
+def test_a_batch_grows_on_two_ranks_as_on_one_and_tokens_seen_survive_a_change_of_ranks(
+    mode, model, ramp, tmp_path
+):
+    flags = f"{RAMP} {model} --batch_size 1"
+    two = train(tmp_path / "two", f"{flags} --sharding_mode {mode}").folder
+    one = resume(tmp_path / "one", two, 4, flags, ranks=1)
     assert curve(two) == pytest.approx(curve(ramp), rel=1e-5) and curve(one) == pytest.approx(
         rest(two, 4), rel=1e-5
     )
@@ -378,9 +388,9 @@ def spoil_two_steps(folder: Path, spoiled: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-5), ("fp16", 1e-3)])
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(precision, rel, tmp_path):
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(precision, rel, model, tmp_path):
     """In FP16 the infinite gradient of step 4 halves the loss scale, the loss of step 2 does not."""
-    flags = f"--max_steps 6 --save_interval 0 --eval_interval 0 --mixed_precision {precision}"
+    flags = f"{model} --max_steps 6 --save_interval 0 --eval_interval 0 --mixed_precision {precision}"
     accumulation = " --batch_size 1 --gradient_accumulation_steps 2" * (precision == "fp16")
     one = train(
         tmp_path / "one", f"{flags} --batch_size 4", ranks=1, patch=partial(spoil_two_steps, tmp_path, 0)
@@ -426,7 +436,7 @@ def test_without_torchrun_a_run_is_on_one_device_with_a_warning(tmp_path):
 # Files
 
 
-def test_only_the_first_rank_logs_and_a_finished_run_stays_unchanged(sharded):
+def test_only_the_first_rank_logs_and_a_finished_run_stays_unchanged(model, sharded):
     folder = sharded["fp32"]
     assert list(curve(folder)) == list(range(1, 11))
     assert len(list(folder.rglob("offline-run-*"))) == 1
@@ -437,7 +447,7 @@ def test_only_the_first_rank_logs_and_a_finished_run_stays_unchanged(sharded):
     # At the last step all tokens of both ranks are counted; the rest of the run adds only time.
     assert curve(folder, "perf/tokens_per_wall_second")[10] > totals["tokens_per_wall_second"]
     before = (folder / "summary.json").read_text(), exported(folder)
-    job = train(folder, SHARDED)
+    job = train(folder, f"{SHARDED} {model}")
     assert "this run is finished" in job.printed()
     assert (folder / "summary.json").read_text() == before[0] and same_bits(exported(folder), before[1])
 
@@ -454,11 +464,11 @@ def torchrun(argv: list[str], output: Path, gate: Path) -> None:
     distributed_run.main(["--start_method=fork", "--run_path", *argv])
 
 
-def start_torchrun(folder: Path, gate: Path) -> Job:
+def start_torchrun(folder: Path, flags: str, gate: Path) -> Job:
     output = folder.with_name(f"{folder.name}.output")
     output.mkdir(parents=True)
     options = f"--standalone --nproc_per_node=2 --max_restarts=1 {ROOT / 'train_multi_gpu.py'}"
-    argv = shlex.split(f"{options} {SMALL} --output_dir {folder} {SHARDED}")
+    argv = shlex.split(f"{options} {SMALL} --output_dir {folder} {flags}")
     agent = jobs.children.enter_context(forked(torchrun, argv, output / "agent", gate))
     return Job(folder, output, [agent], store=None)
 
@@ -474,10 +484,10 @@ def find_ranks(agent: int) -> list[int]:
     return [pid for _, pid in sorted(ranks)]
 
 
-def test_torchrun_restarts_a_killed_rank_and_the_same_command_a_stopped_job(sharded, tmp_path):
+def test_torchrun_restarts_a_killed_rank_and_the_same_command_a_stopped_job(model, sharded, tmp_path):
     """With --max_restarts all ranks restart and resume; SIGTERM to one of them saves and ends the job."""
-    folder, gate = tmp_path / "run", tmp_path / "gate"
-    job = start_torchrun(folder, gate)
+    folder, flags, gate = tmp_path / "run", f"{SHARDED} {model}", tmp_path / "gate"
+    job = start_torchrun(folder, flags, gate)
     (agent,) = job.ranks
     for start_number, number in enumerate((signal.SIGKILL, signal.SIGTERM)):
         # Step 3 is saved. The restarted job has its log until it discards step 4.
@@ -491,7 +501,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_same_command_a_stopped_job(shar
     for part in ("resumed from", "stopped by a signal", f"exitcode: {EXIT_INTERRUPTED}"):
         assert part in re.sub(" +:", ":", output), output
     assert not (folder / "summary.json").exists()
-    train(folder, SHARDED)
+    train(folder, flags)
     assert curve(folder) == curve(sharded["fp32"])
     assert same_bits(exported(folder), exported(sharded["fp32"]))
     by_kind = summary(folder)["wall_seconds_by_kind"]

@@ -28,8 +28,9 @@ TIED, UNTIED, WIDE = "{tied}", "{untied}", "{wide}"
 
 @pytest.fixture(scope="module")
 def models(small) -> dict[str, str]:
-    untied, full = {"tie_word_embeddings": False}, {"hidden_size": 256, "intermediate_size": 512}
-    return {"tied": small(), "untied": small(**untied), "wide": small(**untied, **full)}
+    layers, full = {"num_hidden_layers": 2}, {"hidden_size": 256, "intermediate_size": 512}
+    untied = layers | {"tie_word_embeddings": False}
+    return {"tied": small(**layers), "untied": small(**untied), "wide": small(**untied, **full)}
 
 
 @pytest.fixture(scope="module")
