@@ -54,8 +54,7 @@ def test_a_pipeline_is_the_run_of_one_rank_bit_for_bit(flags, pipeline, untied, 
     [
         (f"{EPOCH} --sharding_mode fsdp_full --gradient_accumulation_steps 3", PP),
         (f"{FP8} delayed --no_packing --tensor_parallel_size 2", f"{PP} --virtual_stages 2"),
-        (f"{FP8} current --sharding_mode fsdp_grad", f"{PP} --virtual_stages 2"),
-        (f"{FP8} delayed --sharding_mode fsdp_full --context_parallel_size 2", f"{PP} --virtual_stages 2"),
+        (f"{FP8} delayed --sharding_mode fsdp_grad --context_parallel_size 2", f"{PP} --virtual_stages 2"),
     ],
 )
 def test_pipelines_of_several_ranks_are_the_run_of_those_ranks_bit_for_bit(flags, pipeline, untied, tmp_path):

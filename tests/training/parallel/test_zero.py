@@ -63,11 +63,12 @@ def spoil_and_check_buffers(folder: Path, spoiled: int, rank: int) -> None:
 @pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-5), ("bf16", 3e-3)])
 def test_every_stage_is_the_run_of_one_rank_also_after_skipped_steps(precision, rel, small, tmp_path):
     """They leave no gradient. With FP32 masters, BF16 weights round as BF16 autocast does."""
-    flags = f"{small()} {TWICE} --mixed_precision {precision}"
+    flags = f"{small(num_hidden_layers=2)} {TWICE} --mixed_precision {precision}"
     patch = partial(spoil_and_check_buffers, tmp_path)
     one = train(tmp_path / "one", f"{flags} --batch_size 4", ranks=1, patch=partial(patch, 0)).folder
-    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    stages = {"1": {"stage": 1}, "2": {"stage": 2}, "3": {"stage": 3}, "offload": offload}
+    stages = {"1": {"stage": 1}, "2": {"stage": 2}, "3": {"stage": 3}}
+    if precision == "bf16":
+        stages["offload"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     for name, zero in stages.items():
         job = train(tmp_path / name, f"{flags} {small_buckets(tmp_path, **zero)}", patch=partial(patch, 1))
         same_run(job.folder, one, rel=rel, norms=1e-2, skipped=(2, 4))
@@ -78,10 +79,13 @@ def test_every_stage_is_the_run_of_one_rank_also_after_skipped_steps(precision, 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_state_moves_between_modes_and_ranks_bit_for_bit(precision, small, tmp_path):
     """Resume at the end of a run, without further steps."""
-    flags = f"{small()} --mixed_precision {precision} --max_steps 2 --no_export --save_interval 2"
+    flags = f"--mixed_precision {precision} --max_steps 2 --no_export --save_interval 2"
+    flags += f" {small(num_hidden_layers=2)}"
     folder = train(tmp_path / "run", f"{flags} --batch_size 3 --sharding_mode fsdp_full").folder
     expected, eval_loss = saved(folder, 2), summary(folder)["eval_loss"]
     modes = [*(f"--sharding_mode {mode}" for mode in MODES), small_buckets(tmp_path, 3), ""]
+    if precision == "fp32":
+        modes = modes[1::2]  # stage 2, stage 3 with offload, and one rank
     for number, mode in enumerate(modes):
         ranks = 2 + number % 2 if mode else 1
         again = f"{flags} {mode} --batch_size {6 // ranks} --resume {checkpoint(folder, 2)}"
