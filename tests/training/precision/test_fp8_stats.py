@@ -225,11 +225,11 @@ def test_casts_of_torchao_are_repeated(recipe):
 
 
 @pytest.mark.parametrize("layers", ["--use_te --te_backend emulated", "--gradient_checkpointing"])
-def test_a_run_logs_the_steps_that_are_due_and_trains_as_without(tmp_path, layers):
+def test_a_run_logs_the_steps_that_are_due_and_trains_as_without(small, tmp_path, layers):
     if "--use_te" not in layers:
         pytest.importorskip("torchao")
     flags = "--max_steps 4 --gradient_accumulation_steps 2 --mixed_precision fp8 --no_save_checkpoints"
-    flags += f" --precision_map layers.1=bf16 --no_export {layers}"
+    flags += f" --precision_map layers.1=bf16 --no_export {layers} {small()}"
 
     def logged(name: str, flags: str) -> list[dict]:
         file = train(tmp_path / name, flags) / "metrics.jsonl"
