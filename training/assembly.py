@@ -69,7 +69,10 @@ def assemble(prepared: PreparedRun) -> Assembly:
     optimizer = optim.build_optimizer(model, cfg.optim, setup.optimizer)
     optim.set_weights(optimizer, model, unquantized)
     unquantized.clear()
+    exact = frozenset(low_halves)
     optim.set_low_halves(optimizer, model, low_halves)
+    if _starts_masters(prepared) and resolved.model.weights and not cfg.lora.enabled:
+        optim.spread_masters(optimizer, model, cfg.optim.seed, exact)
     if setup.gathers_fp8 and torchao:
         torchao_fp8.refresh_scales_after_steps(model, optimizer)
     if prepared.total_steps and not strategy.owns_masters:
@@ -82,6 +85,13 @@ def assemble(prepared: PreparedRun) -> Assembly:
     return Assembly(model, wrapped, optimizer, parameters, autocast, fp8_stats)
 
 
+def _starts_masters(prepared: PreparedRun) -> bool:
+    """True if the run trains BF16 weights whose FP32 masters do not come from a checkpoint of a run."""
+    chosen = prepared.sizing.chosen.optimizer
+    splits = chosen.kind == "fused_adamw" and chosen.master_weights
+    return splits and prepared.resume is None and prepared.total_steps > 0
+
+
 def _build_model(
     prepared: PreparedRun, dtypes: dict[str, torch.dtype], context: ContextParallel | None
 ) -> nn.Module:
@@ -89,8 +99,6 @@ def _build_model(
     setup = prepared.sizing.chosen
     torchao = precision.effective in TORCHAO_RECIPES
     row_multiple = strategy.topology.context.row_multiple(precision.token_multiple * strategy.topology.tp)
-    splits = setup.optimizer.kind == "fused_adamw" and setup.optimizer.master_weights
-    splits = splits and prepared.resume is None and prepared.total_steps > 0
     layers = getattr(prepared.resolved.model.config, "num_hidden_layers", 0)
     options = BuildOptions(
         te_backend=precision.te_backend,
@@ -99,7 +107,7 @@ def _build_model(
         seed=cfg.optim.seed,
         load_weights=prepared.resume is None or strategy.owns_masters or cfg.lora.enabled,
         lora=cfg.lora,
-        split_master=split_master if splits else None,
+        split_master=split_master if _starts_masters(prepared) else None,
         compute_dtype=dtypes["compute_dtype"],
         fp8_lm_head=cfg.precision.fp8_lm_head,
         packed=cfg.data.packing,

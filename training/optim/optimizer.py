@@ -7,12 +7,13 @@ Otherwise, and in FP16, the parameters are FP32; DeepSpeed has BF16 parameters a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from fp8_suite.core.errors import bad_setting
+from fp8_suite.te_models.quantized.reader import noise_of
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim import moments
 from fp8_suite.training.optim.adamw import MasterAdamW, local
@@ -216,6 +217,27 @@ def set_low_halves(optimizer: torch.optim.Optimizer, model: nn.Module, low_halve
     for name in list(low_halves):
         state = state_of(optimizer, model.get_parameter(name))
         local(state["master_param"]).copy_(low_halves.pop(name))
+
+
+@torch.no_grad()
+def spread_masters(
+    optimizer: MasterAdamW, model: nn.Module, seed: int, exact: Collection[str] = frozenset()
+) -> None:
+    """Start FP32 masters, except `exact` ones, anywhere in the interval that rounds to their BF16 weight.
+
+    A checkpoint's weights are in the middle of these intervals. From there a weight changes only when its
+    updates add up to half the BF16 spacing: after 30 to 60 updates of 1e-6 at a weight near 0.02. What is
+    added is what rounding to BF16 took away, so no forward pass changes. Zeros stay zeros.
+    """
+    if optimizer.host:
+        optimizer.host.wait_until_locked()
+    for name, parameter in trainable(model).items():
+        if name in exact:
+            continue
+        low = local(state_of(optimizer, parameter)["master_param"])
+        weight = local(weight_of(optimizer, parameter)).to(parameter.device)
+        noise = noise_of(seed, f"{name}/master", low.shape, parameter.device)  # the same on all replicas
+        low.copy_(noise.masked_fill_(weight == 0, 0))
 
 
 def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:

@@ -40,6 +40,28 @@ def test_masters_follow_torchs_adamw_on_fp32_weights():
     assert torch.equal(split_master(master(model, optimizer))[0], model.weight)
 
 
+@pytest.mark.parametrize("settings", [{}, {"offload_optimizer": True}], ids=["", "offload"])
+def test_masters_that_are_spread_round_to_their_weights_and_follow_small_updates(settings):
+    start = torch.tensor([0.02, -0.02, 0.0, 2.0**-126, 1.0]).bfloat16().repeat(4096, 2)
+    learning_rate = OptimConfig(learning_rate=1e-5, weight_decay=0.0)
+    (model, optimizer), (twin, unspread) = (build(start, learning_rate, settings) for _ in range(2))
+    optim.spread_masters(optimizer, model, seed=1)
+    optim.optimizer_state(unspread, twin)
+    optim.spread_masters(unspread, twin, seed=1, exact={"weight"})
+    assert torch.equal(master(twin, unspread), start.float())
+    spread = master(model, optimizer)
+    assert torch.equal(split_master(spread)[0], start) and torch.equal(model.weight, start)
+    assert spread.isfinite().all() and not spread[start == 0].any()
+    low = optimizer.state[model.weight]["master_param"][:, 0].float()
+    assert low.min() < -32000 and low.max() > 32000 and low.mean().abs() < 2000
+    for parameter, stepped in ((model.weight, optimizer), (twin.weight, unspread)):
+        parameter.grad = torch.ones_like(start)
+        stepped.step()
+    assert torch.equal(twin.weight[:, 0], start[:, 0]), "an update below half the spacing"
+    moved = (model.weight.float() - start.float())[:, [0, 1, 5, 6]].mean()
+    assert moved.item() == pytest.approx(-1e-5, rel=0.1)
+
+
 @pytest.mark.parametrize("precision", [{}, BF16_MOMENTS], ids=["fp32", "bf16"])
 def test_a_scaled_step_is_the_step_of_scaled_gradients(precision):
     start, grad = torch.randn(8, 8).bfloat16(), torch.randn(8, 8).bfloat16()
