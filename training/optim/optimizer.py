@@ -229,12 +229,13 @@ def spread_masters(
     updates add up to half the BF16 spacing: after 30 to 60 updates of 1e-6 at a weight near 0.02. What is
     added is what rounding to BF16 took away, so no forward pass changes. Zeros stay zeros.
     """
+    state = optimizer_state(optimizer, model)
     if optimizer.host:
         optimizer.host.wait_until_locked()
     for name, parameter in trainable(model).items():
         if name in exact:
             continue
-        low = local(state_of(optimizer, parameter)["master_param"])
+        low = local(state[f"{name}.master_param"])
         weight = local(weight_of(optimizer, parameter)).to(parameter.device)
         noise = noise_of(seed, f"{name}/master", low.shape, parameter.device)  # the same on all replicas
         low.copy_(noise.masked_fill_(weight == 0, 0))
