@@ -220,6 +220,17 @@ def test_losses_from_fp8_checkpoints_are_those_of_the_record():
             assert shows(row["FP8 export"], fmean(run.value("export_loss_fp8") for run in named))
 
 
+def test_losses_of_small_updates_are_those_of_the_record():
+    runs = {run.name: run for run in runs_of("small-updates")}
+    starts = {"FP32": "fp32", "BF16, exact": "exact-bf16", "BF16, spread": "spread-bf16"}
+    for row in find("studies.md", "Small updates of BF16 weights").rows:
+        named = [runs[f"{starts[row['training']]}-lr1e-6-seed{seed}"] for seed in (42, 43, 44)]
+        for steps in (20, 60, 100):
+            assert shows(row[f"{steps} steps"], fmean(dict(r.series("eval/loss"))[steps] for r in named))
+        assert shows(row["BF16 export"], fmean(run.value("export_loss_bf16") for run in named))
+        assert shows(row["FP8 export"], fmean(run.value("export_loss_fp8") for run in named))
+
+
 def test_the_example_of_a_comparison_is_that_of_the_record():
     runs = {run.name: run for run in runs_of("h200-compare/1b")}
     for row in find("compare.md", "An example").rows:
