@@ -69,7 +69,7 @@ def assemble(prepared: PreparedRun) -> Assembly:
     optimizer = optim.build_optimizer(model, cfg.optim, setup.optimizer)
     optim.set_weights(optimizer, model, unquantized)
     unquantized.clear()
-    exact = frozenset(low_halves)
+    exact = {name for name, low in low_halves.items() if low.any()}  # products that BF16 does not hold
     optim.set_low_halves(optimizer, model, low_halves)
     if _starts_masters(prepared) and resolved.model.weights and not cfg.lora.enabled:
         optim.spread_masters(optimizer, model, cfg.optim.seed, exact)

@@ -25,11 +25,13 @@ from fp8_suite.te_models.presets import LOCAL_PRESETS
 from fp8_suite.te_models.spec import with_special_tokens
 from fp8_suite.training.checkpoint.resume import (
     ResumePoint,
-    base_of,
+    check_base,
     check_resume,
     count_resumed_steps,
     count_steps,
     find_resume_point,
+    frozen_base,
+    identity,
     is_finished,
 )
 from fp8_suite.training.checkpoint.run_folder import (
@@ -198,9 +200,10 @@ def _find_checkpoint(
         reason = "its run is finished and its checkpoints are gone; to train again, choose another folder"
         raise bad_setting(reason, output_dir=folder)
     if point:
-        recipe, base = resolved.precision.effective, base_of(cfg, resolved.model)
-        if notice := check_resume(point, cfg, recipe, topology.world_size, base):
+        recipe, model = resolved.precision.effective, identity(resolved.model)
+        if notice := check_resume(point, cfg, recipe, topology.world_size, model):
             print_rank0(notice)
+        check_base(point, frozen_base(cfg, resolved.model))
     return point
 
 

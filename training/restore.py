@@ -9,10 +9,11 @@ from fp8_suite.data.build import Loaders
 from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.progress import Progress
 from fp8_suite.training.checkpoint.resume import (
-    base_of,
     eval_losses,
     forget_evaluations,
+    frozen_base,
     gradient_ratio,
+    identity,
     roll_back,
 )
 from fp8_suite.training.checkpoint.state import RunState, region_of, restore_run
@@ -35,7 +36,8 @@ def restore(prepared: PreparedRun, loaders: Loaders, assembly: Assembly) -> tupl
         progress=Progress(),
         total_steps=prepared.total_steps,
         evaluation=loaders.eval_fingerprint,
-        base=base_of(prepared.cfg, prepared.resolved.model),
+        base=frozen_base(prepared.cfg, prepared.resolved.model),
+        model_files=identity(prepared.resolved.model),
     )
     prepared.checkpoints.region = partial(region_of, assembly.model)
     saved, evaluated = {}, False

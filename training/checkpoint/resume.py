@@ -20,6 +20,7 @@ from typing import Any
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.readers import read_record
 from fp8_suite.te_models.spec import ModelSpec, digests
+from fp8_suite.te_models.weights import weight_files
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.index import Index, step_of
 from fp8_suite.training.checkpoint.manifest import MANIFEST, read_manifest
@@ -147,15 +148,30 @@ def forget_evaluations(checkpoints: Checkpoints) -> None:
 # Settings
 
 
-def base_of(cfg: Config, model: ModelSpec) -> str | None:
-    """Return the identity of the weights that training starts from; None if they are random and all train."""
-    random = f"random, seed {cfg.optim.seed}" if cfg.lora.enabled else None
-    return digests(model).get("weights", random)
+def identity(model: ModelSpec) -> dict[str, str] | None:
+    """Return digests of a model's files, wherever they are; None without safetensors."""
+    return digests(model) if model.weights and weight_files(model.weights) else None
 
 
-def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int, base: str | None) -> str:
-    """UserError if the checkpoint was saved with other settings, another effective recipe or on another base.
+def frozen_base(cfg: Config, model: ModelSpec) -> str | None:
+    """Return the identity of frozen weights, which checkpoints do not hold; None if all weights train."""
+    if not cfg.lora.enabled:
+        return None
+    return digests(model).get("weights") or f"random, seed {cfg.optim.seed}"
 
+
+def check_base(point: ResumePoint, base: str | None) -> None:
+    """UserError if adapters of the checkpoint were trained on other frozen weights."""
+    if base and point.meta.get("base") not in (None, base):
+        raise bad_setting("its adapters were trained on other weights; restore those", resume=point.path)
+
+
+def check_resume(
+    point: ResumePoint, cfg: Config, recipe: str, world_size: int, model: dict[str, str] | None = None
+) -> str:
+    """UserError if the checkpoint was saved with other settings or another effective recipe.
+
+    Folders may have moved: `model` is the `identity` of the model, and the data loader compares its tokens.
     Return a notice about permitted changes ('' for none).
     """
     meta = point.meta
@@ -171,8 +187,10 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int, 
         refused["fp8_scenario"] = (meta["recipe"], recipe)
     elif "fp8_scenario" in refused:  # `default` and the recipe that it stands for
         allowed["fp8_scenario"] = refused.pop("fp8_scenario")
-    moved = ["dataset_name", "tokenizer_name"]  # the data loader compares the tokens
-    if base and base == meta.get("base"):
+    # An evaluation has no position to compare, and of a stream only the first rows are compared.
+    compared = cfg.optim.max_steps != 0 and not cfg.data.streaming
+    moved = ["dataset_name", "tokenizer_name"] if compared else []
+    if model and model == meta.get("model"):
         moved.append("model_name")
     allowed |= {name: refused.pop(name) for name in moved if name in refused}
     if refused:
@@ -185,8 +203,6 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int, 
             way_out = f"use the same settings, or add --resume {point.path} --output_dir NEW"
         reason = f"saved with other settings ({describe_changes(refused)})"
         raise bad_setting(f"{reason}; {way_out}", resume=point.path)
-    if cfg.lora.enabled and meta.get("base") not in (None, base):
-        raise bad_setting("its adapters were trained on other weights; restore those", resume=point.path)
     notices = [f"--resume {point.path}: settings changed: {describe_changes(allowed)}"] if allowed else []
     if "moment_dtype" in allowed:
         notices.append(f"Adam's moments are converted to {cfg.precision.moment_dtype}")

@@ -42,7 +42,8 @@ class RunState:
     progress: Progress
     total_steps: int
     evaluation: Any  # fingerprint of the evaluation samples (JSON), or None
-    base: str | None = None  # identity of the weights that training started from
+    base: str | None = None  # identity of frozen weights, which checkpoints do not hold
+    model_files: dict[str, str] | None = None  # digests of the model that training started from
 
 
 def saved_state(run: RunState, scaling: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -59,6 +60,7 @@ def saved_state(run: RunState, scaling: dict[str, Tensor]) -> tuple[dict[str, Te
         "loader": run.loader.state_dict(),
         "evaluation": run.evaluation,
         "base": run.base,
+        "model": run.model_files,
         "optimizer_steps": optim.optimizer_steps(run.optimizer),
         "world_size": run.strategy.topology.world_size,
     }

@@ -233,11 +233,11 @@ def spread_masters(
     if optimizer.host:
         optimizer.host.wait_until_locked()
     for name, parameter in trainable(model).items():
-        if name in exact:
+        if name in exact or f"{name}.master_param" not in state:  # FP32 parameters are their own masters
             continue
         low = local(state[f"{name}.master_param"])
         weight = local(weight_of(optimizer, parameter)).to(parameter.device)
-        noise = noise_of(seed, f"{name}/master", low.shape, parameter.device)  # the same on all replicas
+        noise = noise_of(seed, f"{name}/master", low.shape, parameter.device)  # equal on replicas
         low.copy_(noise.masked_fill_(weight == 0, 0))
 
 

@@ -55,14 +55,13 @@ def test_another_learning_rate_is_refused_and_the_error_names_the_way():
         resumed(saved, 1, now, 1)
     meta = {"config": saved.to_dict(), "world_size": 1, "recipe": "fp32"}
     other_run = ResumePoint(Path("run"), meta, same_run=False, rollback=False)
-    assert "settings changed: --learning_rate 1e-05 there" in check_resume(other_run, now, "fp32", 1, None)
+    assert "settings changed: --learning_rate 1e-05 there" in check_resume(other_run, now, "fp32", 1)
 
 
 def resumed(saved: Config, saved_ranks: int, now: Config, ranks: int, *, recipe: str = "fp32") -> str:
     """Return the notice about a resume with other settings, or on other ranks."""
     meta = {"config": saved.to_dict(), "world_size": saved_ranks, "recipe": "fp32", "progress": {"step": 1}}
-    point = ResumePoint(Path("run"), meta, same_run=True, rollback=False)
-    return check_resume(point, now, recipe, ranks, None)
+    return check_resume(ResumePoint(Path("run"), meta, same_run=True, rollback=False), now, recipe, ranks)
 
 
 def test_a_batch_may_be_split_differently_and_grow_with_the_ranks(tmp_path):
@@ -138,6 +137,16 @@ def test_folders_of_model_and_data_may_move_but_not_change(lora, tmp_path, capsy
     assert f"--model_name {old}/export there, {new}/export here" in capsys.readouterr().out
     for name, tensor in saved(uninterrupted, 4).items():
         assert torch.equal(saved(tmp_path / "run", 4)[name], tensor), name
+    config = new / "export" / "config.json"
+    right = config.read_text()
+    config.write_text(json.dumps(json.loads(right) | {"rms_norm_eps": 0.01}))
+    other = new.rename(tmp_path / "other_config")
+    run(other, "run", 6, code=EXIT_BAD_SETTING)
+    other.rename(new)
+    config.write_text(right)
+    files = f"--model_name {new}/export --dataset_name {new / 'export'} {flags} --max_steps 0"
+    train(tmp_path / "run", files, code=EXIT_BAD_SETTING)
+    assert "--dataset_name" in capsys.readouterr().err
     other = train(tmp_path / "other", "--max_steps 1 --no_save_checkpoints --seed 1")
     shutil.copy(new / "data.jsonl", other)
     run(other, "run", 6, code=EXIT_BAD_SETTING)
@@ -184,7 +193,7 @@ def test_settings_of_a_newer_version_are_refused_and_its_counters_dropped():
     cfg = config_from_dict({})
     meta = {"config": cfg.to_dict() | {"label_smoothing": 0.1}, "total_steps": 9}
     with pytest.raises(UserError, match="label_smoothing"):
-        check_resume(ResumePoint(Path("run"), meta, same_run=True, rollback=False), cfg, "fp32", 1, None)
+        check_resume(ResumePoint(Path("run"), meta, same_run=True, rollback=False), cfg, "fp32", 1)
     assert Progress.from_meta({"progress": {"step": 3, "spikes": 1}}) == Progress(step=3)
 
 

@@ -62,6 +62,15 @@ def test_masters_that_are_spread_round_to_their_weights_and_follow_small_updates
     assert moved.item() == pytest.approx(-1e-5, rel=0.1)
 
 
+def test_parameters_in_fp32_are_not_spread():
+    model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
+    model.bias = torch.nn.Parameter(torch.ones(8))
+    spec = optim.choose_optimizer(config_from_dict({}), "single", on_gpu=True)
+    optimizer = optim.build_optimizer(model, OptimConfig(), spec)
+    optim.spread_masters(optimizer, model, seed=1)
+    assert torch.equal(model.bias, torch.ones(8)) and not torch.equal(master(model, optimizer), model.weight)
+
+
 @pytest.mark.parametrize("precision", [{}, BF16_MOMENTS], ids=["fp32", "bf16"])
 def test_a_scaled_step_is_the_step_of_scaled_gradients(precision):
     start, grad = torch.randn(8, 8).bfloat16(), torch.randn(8, 8).bfloat16()
