@@ -31,7 +31,6 @@ from fp8_suite.training.checkpoint.resume import (
     count_steps,
     find_resume_point,
     frozen_base,
-    identity,
     is_finished,
 )
 from fp8_suite.training.checkpoint.run_folder import (
@@ -157,7 +156,7 @@ def _decide(
     resolved = _on_each_rank(watchdog, "resolving precision and model", lambda: resolve(cfg))
     precision = resolved.precision.as_dict() | {"fallback_reason": None}  # it names a rank's GPU
     ranks.agree("the effective precision", precision)
-    ranks.agree("the model's files", resolved.weights_digests)
+    ranks.agree("the model's files", resolved.digests)
     watchdog.starting("testing kernels")
     kernels = enable_kernels(KernelInputs(cfg, resolved.precision, resolved.shape, device), cleanup)
     watchdog.starting("choosing how to shard")
@@ -200,10 +199,10 @@ def _find_checkpoint(
         reason = "its run is finished and its checkpoints are gone; to train again, choose another folder"
         raise bad_setting(reason, output_dir=folder)
     if point:
-        recipe, model = resolved.precision.effective, identity(resolved.model)
-        if notice := check_resume(point, cfg, recipe, topology.world_size, model):
+        recipe = resolved.precision.effective
+        if notice := check_resume(point, cfg, recipe, topology.world_size, resolved.model_files):
             print_rank0(notice)
-        check_base(point, frozen_base(cfg, resolved.model))
+        check_base(point, frozen_base(cfg, resolved.digests))
     return point
 
 

@@ -14,6 +14,7 @@ from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.te_models.spec import ModelSpec, digests, find_model
+from fp8_suite.te_models.weights import weight_files
 from fp8_suite.training.config import Config, read_settings
 from fp8_suite.training.estimate import sizes
 from fp8_suite.training.estimate.choose import choose_layout, free_memory
@@ -34,8 +35,13 @@ class Resolved:
     model: ModelSpec
     shape: ModelShape | None  # None for an unknown architecture
     flops_shape: ModelShape | None  # `shape`, or None if the run's FLOPs cannot be counted
-    weights_digests: dict[str, str]  # compared across ranks; empty on a single rank
+    digests: dict[str, str]  # of the model's files, compared across ranks and with a checkpoint's
     cp_comm_type: str | None = None  # that runs; None without context parallelism
+
+    @property
+    def model_files(self) -> dict[str, str] | None:
+        """Digests by which a model is known wherever its folder is; None without safetensors."""
+        return self.digests if self.model.weights and weight_files(self.model.weights) else None
 
 
 def resolve_layout(cfg: Config, device: torch.device) -> Config:
@@ -97,8 +103,7 @@ def resolve(cfg: Config) -> Resolved:
         print_rank0(f"WARNING: {warning}")
     if cfg.precision.master_weights == "none":
         print_rank0(optim.MASTER_NONE_WARNING)
-    weights_digests = digests(spec) if ranks.world_size() > 1 else {}
-    return Resolved(precision, spec, shape, _flops_shape(cfg, spec, shape), weights_digests, communication)
+    return Resolved(precision, spec, shape, _flops_shape(cfg, spec, shape), digests(spec), communication)
 
 
 def _casts_weights_again(cfg: Config, precision: Precision) -> bool:

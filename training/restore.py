@@ -13,7 +13,6 @@ from fp8_suite.training.checkpoint.resume import (
     forget_evaluations,
     frozen_base,
     gradient_ratio,
-    identity,
     roll_back,
 )
 from fp8_suite.training.checkpoint.state import RunState, region_of, restore_run
@@ -36,8 +35,8 @@ def restore(prepared: PreparedRun, loaders: Loaders, assembly: Assembly) -> tupl
         progress=Progress(),
         total_steps=prepared.total_steps,
         evaluation=loaders.eval_fingerprint,
-        base=frozen_base(prepared.cfg, prepared.resolved.model),
-        model_files=identity(prepared.resolved.model),
+        base=frozen_base(prepared.cfg, prepared.resolved.digests),
+        model_files=prepared.resolved.model_files,
     )
     prepared.checkpoints.region = partial(region_of, assembly.model)
     saved, evaluated = {}, False

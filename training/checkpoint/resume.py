@@ -19,8 +19,6 @@ from typing import Any
 
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.readers import read_record
-from fp8_suite.te_models.spec import ModelSpec, digests
-from fp8_suite.te_models.weights import weight_files
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.index import Index, step_of
 from fp8_suite.training.checkpoint.manifest import MANIFEST, read_manifest
@@ -148,16 +146,11 @@ def forget_evaluations(checkpoints: Checkpoints) -> None:
 # Settings
 
 
-def identity(model: ModelSpec) -> dict[str, str] | None:
-    """Return digests of a model's files, wherever they are; None without safetensors."""
-    return digests(model) if model.weights and weight_files(model.weights) else None
-
-
-def frozen_base(cfg: Config, model: ModelSpec) -> str | None:
+def frozen_base(cfg: Config, digests: dict[str, str]) -> str | None:
     """Return the identity of frozen weights, which checkpoints do not hold; None if all weights train."""
     if not cfg.lora.enabled:
         return None
-    return digests(model).get("weights") or f"random, seed {cfg.optim.seed}"
+    return digests.get("weights") or f"random, seed {cfg.optim.seed}"
 
 
 def check_base(point: ResumePoint, base: str | None) -> None:
@@ -167,11 +160,11 @@ def check_base(point: ResumePoint, base: str | None) -> None:
 
 
 def check_resume(
-    point: ResumePoint, cfg: Config, recipe: str, world_size: int, model: dict[str, str] | None = None
+    point: ResumePoint, cfg: Config, recipe: str, world_size: int, model_files: dict[str, str] | None = None
 ) -> str:
     """UserError if the checkpoint was saved with other settings or another effective recipe.
 
-    Folders may have moved: `model` is the `identity` of the model, and the data loader compares its tokens.
+    Folders may have moved: `model_files` are the digests of the model, and the data loader compares tokens.
     Return a notice about permitted changes ('' for none).
     """
     meta = point.meta
@@ -190,7 +183,7 @@ def check_resume(
     # An evaluation has no position to compare, and of a stream only the first rows are compared.
     compared = cfg.optim.max_steps != 0 and not cfg.data.streaming
     moved = ["dataset_name", "tokenizer_name"] if compared else []
-    if model and model == meta.get("model"):
+    if model_files and model_files == meta.get("model"):
         moved.append("model_name")
     allowed |= {name: refused.pop(name) for name in moved if name in refused}
     if refused:
