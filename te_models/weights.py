@@ -22,7 +22,8 @@ from fp8_suite.core.readers import parse_json
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.lora.adapters import base_parameters
 from fp8_suite.te_models.parallel.tensor_parallel import Region
-from fp8_suite.te_models.quantized.reader import QuantizedReader, generator_of, noise_of
+from fp8_suite.te_models.quantized.noise import generator_of, noise_of
+from fp8_suite.te_models.quantized.reader import QuantizedReader
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from fp8_suite.te_models.emulation.casts import BLOCK, E4M3, amax_of, cast_blocks, saturate, scale_of, tiled
-from fp8_suite.te_models.quantized.reader import SQUARE, dequantize, noise_of
+from fp8_suite.te_models.quantized.noise import noise_of
+from fp8_suite.te_models.quantized.reader import SQUARE, dequantize
 from torch import Tensor
 
 

@@ -7,7 +7,6 @@ may be smaller. Its values are weight x scale, computed in FP32.
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,18 +61,6 @@ def dequantize(values: Tensor, scales: Tensor, block: Block, *, first_row: int =
     if whole * width < columns:  # the last blocks are smaller
         product[:, whole * width :].mul_(scales[:, whole:])
     return product
-
-
-def generator_of(seed: int, key: str, device: Any) -> torch.Generator:
-    """Return a generator for a tensor, which depends only on the seed, its name and the device type."""
-    # The seed has 32 bits, because torch's CPU generator ignores the upper half of 64.
-    return torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{key}".encode()))
-
-
-def noise_of(seed: int, key: str, shape: Sequence[int], device: Any) -> Tensor:
-    """Return uniform int16 values for a tensor."""
-    options = {"device": device, "generator": generator_of(seed, key, device), "dtype": torch.int16}
-    return torch.randint(-(2**15), 2**15, shape, **options)
 
 
 def rounding_intervals() -> Tensor:

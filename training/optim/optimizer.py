@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from fp8_suite.core.errors import bad_setting
-from fp8_suite.te_models.quantized.reader import noise_of
+from fp8_suite.te_models.quantized.noise import noise_of
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim import moments
 from fp8_suite.training.optim.adamw import MasterAdamW, local
