@@ -40,6 +40,7 @@ def test_memory_is_locked_beside_its_uses_and_released_with_its_last_tensor(lock
     locker.wait()
     assert locked == {tensor.data_ptr(): SIZE for tensor in tensors}
     assert all(bool((tensor == value).all()) for value, tensor in enumerate(tensors, start=1))
+    locker._pool.shutdown()  # a thread drops its reference only after it has set the result
     del tensors
     assert not locked
 
