@@ -180,7 +180,7 @@ def test_losses_of_five_thousand_steps_are_those_of_the_record():
         name += ", FP8 moments" if run.config["moment_dtype"] == "fp8" else ""
         runs[name, str(run.config["seed"])] = run
     *gaps, ends = (table.rows for table in tables() if table.section == "Five thousand steps")
-    for rows, recipe in zip(gaps, ("delayed", "delayed, FP8 moments", "current"), strict=True):
+    for rows, recipe in zip(gaps, ("delayed", "delayed, FP8 moments", "current", "block"), strict=True):
         for row in rows:
             first, last = (int(step.replace(",", "")) for step in row.pop("steps").split(" to "))
             means = {
@@ -221,14 +221,14 @@ def test_losses_from_fp8_checkpoints_are_those_of_the_record():
 
 
 def test_losses_of_small_updates_are_those_of_the_record():
-    runs = {run.name: run for run in runs_of("small-updates")}
-    starts = {"FP32": "fp32", "BF16, exact": "exact-bf16", "BF16, spread": "spread-bf16"}
+    runs = {run.name: run for run in runs_of("small-updates/1b")}
     for row in find("studies.md", "Small updates of BF16 weights").rows:
-        named = [runs[f"{starts[row['training']]}-lr1e-6-seed{seed}"] for seed in (42, 43, 44)]
+        rate, precision, *masters = row["training"].split(", ")
+        run = runs["-".join([*masters, precision.lower(), f"lr{rate}", "seed42"])]
         for steps in (20, 60, 100):
-            assert shows(row[f"{steps} steps"], fmean(dict(r.series("eval/loss"))[steps] for r in named))
-        assert shows(row["BF16 export"], fmean(run.value("export_loss_bf16") for run in named))
-        assert shows(row["FP8 export"], fmean(run.value("export_loss_fp8") for run in named))
+            assert shows(row[f"{steps} steps"], dict(run.series("eval/loss"))[steps]), row
+        assert shows(row["BF16 export"], run.value("export_loss_bf16")), row
+        assert shows(row["FP8 export"], run.value("export_loss_fp8")), row
 
 
 def test_the_example_of_a_comparison_is_that_of_the_record():

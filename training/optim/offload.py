@@ -41,6 +41,7 @@ class HostState:
         self.api = torch.get_device_module(device)  # streams and events of torch.cpu do nothing
         self.arriving, self.leaving = self.api.Stream(), self.api.Stream()
         self.buffer_bytes = 0
+        self._when_locked: list[Callable[[], None]] = []
 
     def place(self, layouts: State, beside: State) -> State:
         """Allocate zeros in host memory with the shapes, dtypes and sharding of these meta tensors.
@@ -63,11 +64,17 @@ class HostState:
         self.locker.lock(memory)
         return memory.tensor().view(dtype).view(shape)
 
+    def when_locked(self, work: Callable[[], None]) -> None:
+        """Call `work` in the next `wait_until_locked`, at the latest before the next update."""
+        self._when_locked.append(work)
+
     def wait_until_locked(self) -> None:
         """Wait until the state is page-locked. Copies of other memory are slow and make the host wait."""
         if self.locker is not None:
             with _explaining_lack_of_memory():
                 self.locker.wait()
+        while self._when_locked:
+            self._when_locked.pop()()
 
     @contextmanager
     def streaming(self, update: Update) -> Iterator[Update]:

@@ -17,7 +17,7 @@ from fp8_suite.te_models.quantized.noise import noise_of
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim import moments
 from fp8_suite.training.optim.adamw import MasterAdamW, local
-from fp8_suite.training.optim.offload import WEIGHT
+from fp8_suite.training.optim.offload import CHUNK, WEIGHT
 from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.parallel.settings import MODES
 from fp8_suite.training.precision.settings import parse_moment_dtype
@@ -219,7 +219,6 @@ def set_low_halves(optimizer: torch.optim.Optimizer, model: nn.Module, low_halve
         local(state["master_param"]).copy_(low_halves.pop(name))
 
 
-@torch.no_grad()
 def spread_masters(
     optimizer: MasterAdamW, model: nn.Module, seed: int, exact: Collection[str] = frozenset()
 ) -> None:
@@ -227,18 +226,28 @@ def spread_masters(
 
     A checkpoint's weights are in the middle of these intervals. From there a weight changes only when its
     updates add up to half the BF16 spacing: after 30 to 60 updates of 1e-6 at a weight near 0.02. What is
-    added is what rounding to BF16 took away, so no forward pass changes. Zeros stay zeros.
+    added is what rounding to BF16 took away, so no forward pass changes. Zeros stay zeros. Offloaded masters
+    are spread in the first step, which waits for page-locking anyway.
     """
     state = optimizer_state(optimizer, model)
+
+    @torch.no_grad()
+    def spread() -> None:
+        for name, parameter in trainable(model).items():
+            if name in exact or f"{name}.master_param" not in state:  # FP32 parameters are their own masters
+                continue
+            low = local(state[f"{name}.master_param"]).view(-1)
+            weight = local(weight_of(optimizer, parameter)).reshape(-1)
+            for first in range(0, len(low), CHUNK):  # in a step, gradients leave little GPU memory
+                part = slice(first, first + CHUNK)
+                here = weight[part].to(parameter.device)
+                noise = noise_of(seed, f"{name}/master/{first}", here.shape, here.device)  # equal on replicas
+                low[part].copy_(noise.masked_fill_(here == 0, 0))
+
     if optimizer.host:
-        optimizer.host.wait_until_locked()
-    for name, parameter in trainable(model).items():
-        if name in exact or f"{name}.master_param" not in state:  # FP32 parameters are their own masters
-            continue
-        low = local(state[f"{name}.master_param"])
-        weight = local(weight_of(optimizer, parameter)).to(parameter.device)
-        noise = noise_of(seed, f"{name}/master", low.shape, parameter.device)  # equal on replicas
-        low.copy_(noise.masked_fill_(weight == 0, 0))
+        optimizer.host.when_locked(spread)
+    else:
+        spread()
 
 
 def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:

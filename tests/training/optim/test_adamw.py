@@ -46,6 +46,8 @@ def test_masters_that_are_spread_round_to_their_weights_and_follow_small_updates
     learning_rate = OptimConfig(learning_rate=1e-5, weight_decay=0.0)
     (model, optimizer), (twin, unspread) = (build(start, learning_rate, settings) for _ in range(2))
     optim.spread_masters(optimizer, model, seed=1)
+    if optimizer.host:
+        optimizer.host.wait_until_locked()
     optim.optimizer_state(unspread, twin)
     optim.spread_masters(unspread, twin, seed=1, exact={"weight"})
     assert torch.equal(master(twin, unspread), start.float())
