@@ -297,7 +297,7 @@ def _fill(
     target = parameter
     if isinstance(parameter, DTensor):
         target = parameter.to_local()
-        start = _first_row(parameter)
+        start = first_row(parameter)
         numbers = numbers[start : start + target.shape[0]]
     indices = numbers >> ROW_BITS
     for index in sorted(set(indices.unique_consecutive().tolist())):
@@ -326,7 +326,7 @@ def _copy_rows(target: Tensor, rows: slice | Tensor, values: Tensor) -> None:
         target.index_copy_(0, rows.to(target.device, non_blocking=on_gpu), values)
 
 
-def _first_row(parameter: DTensor) -> int:
+def first_row(parameter: DTensor) -> int:
     """Return this rank's first row in a tensor sharded along dim 0, with torch.chunk's sizes."""
     start = 0
     for dim, placement in enumerate(parameter.placements):

@@ -1,4 +1,4 @@
-"""Random numbers of a tensor, which depend only on a seed, its name and the device type."""
+"""Random numbers of a tensor, which depend only on a seed, its name and the kind of device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 
+def seed_of(seed: int, key: str) -> int:
+    """Return a seed of 32 bits for the tensor `key`; torch's CPU generator ignores the upper half of 64."""
+    return zlib.crc32(f"{seed}/{key}".encode())
+
+
 def generator_of(seed: int, key: str, device: Any) -> torch.Generator:
     """Return a generator for the tensor `key`."""
-    # The seed has 32 bits, because torch's CPU generator ignores the upper half of 64.
-    return torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{key}".encode()))
+    return torch.Generator(device).manual_seed(seed_of(seed, key))
 
 
 def noise_of(seed: int, key: str, shape: Sequence[int], device: Any) -> Tensor:

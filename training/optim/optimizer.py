@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
 from fp8_suite.core.errors import bad_setting
-from fp8_suite.te_models.quantized.noise import noise_of
+from fp8_suite.te_models.quantized.noise import seed_of
+from fp8_suite.te_models.weights import first_row
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim import moments
 from fp8_suite.training.optim.adamw import MasterAdamW, local
-from fp8_suite.training.optim.offload import CHUNK, WEIGHT
+from fp8_suite.training.optim.offload import WEIGHT
 from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.parallel.settings import MODES
 from fp8_suite.training.precision.settings import parse_moment_dtype
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class Kind(NamedTuple):
@@ -74,6 +77,9 @@ class OptimizerSpec:
         return f"{name}, {weights}, {formats} moments{', offloaded' * self.offload}"
 
 
+SPREAD_AT_ONCE = (
+    2**21
+)  # elements of masters; each takes about 50 bytes meanwhile, when gradients leave little room
 MASTER_NONE_WARNING = (
     "WARNING: --master_weights none keeps weights in BF16 only: BF16 spacing near 0.02 is 6e-5, so updates "
     "with a small learning rate are lost (1B from random weights, 250 steps at 1e-5: loss 6.64, with "
@@ -230,6 +236,7 @@ def spread_masters(
     are spread in the first step, which waits for page-locking anyway.
     """
     state = optimizer_state(optimizer, model)
+    regions = getattr(model, "regions", {})  # parts of weights under tensor parallelism
 
     @torch.no_grad()
     def spread() -> None:
@@ -238,11 +245,14 @@ def spread_masters(
                 continue
             low = local(state[f"{name}.master_param"]).view(-1)
             weight = local(weight_of(optimizer, parameter)).reshape(-1)
-            for first in range(0, len(low), CHUNK):  # in a step, gradients leave little GPU memory
-                part = slice(first, first + CHUNK)
-                here = weight[part].to(parameter.device)
-                noise = noise_of(seed, f"{name}/master/{first}", here.shape, here.device)  # equal on replicas
-                low[part].copy_(noise.masked_fill_(here == 0, 0))
+            # The same for an element in every sharding, so equal on replicas.
+            start = first_row(parameter) * prod(parameter.shape[1:]) if isinstance(parameter, DTensor) else 0
+            part = regions[name].rank if name in regions else 0
+            key = torch.tensor(seed_of(seed, f"{name}/master/{part}"), device=parameter.device)
+            for first in range(0, len(low), SPREAD_AT_ONCE):
+                zero = weight[first : first + SPREAD_AT_ONCE].to(parameter.device) == 0
+                bits, _ = moments.random_bits(len(zero), moments.seed_at(key, start + first))
+                low[first : first + SPREAD_AT_ONCE].copy_((bits >> 16).short().masked_fill_(zero, 0))
 
     if optimizer.host:
         optimizer.host.when_locked(spread)

@@ -1,19 +1,27 @@
 """AdamW on BF16 weights with FP32 masters, in its plain form, against torch's on FP32 weights."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.optim.adamw import MasterAdamW, merge_master, split_master
 from fp8_suite.training.optim.settings import OptimConfig
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.children import run_ranks
 
 BF16_MOMENTS = {"moment_dtype": "bf16"}
 
 
-def build(weight, cfg=None, precision=None) -> tuple[torch.nn.Module, MasterAdamW]:
+def build(weight, cfg=None, precision=None, mesh=None) -> tuple[torch.nn.Module, MasterAdamW]:
     model = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.copy_(weight)
+    if mesh:
+        fully_shard(model, mesh=mesh)
     spec = optim.choose_optimizer(config_from_dict(precision or {}), "single", on_gpu=True)
     return model, optim.build_optimizer(model, cfg or OptimConfig(learning_rate=1e-2), spec)
 
@@ -62,6 +70,21 @@ def test_masters_that_are_spread_round_to_their_weights_and_follow_small_updates
     assert torch.equal(twin.weight[:, 0], start[:, 0]), "an update below half the spacing"
     moved = (model.weight.float() - start.float())[:, [0, 1, 5, 6]].mean()
     assert moved.item() == pytest.approx(-1e-5, rel=0.1)
+
+
+def test_masters_are_spread_alike_in_every_sharding(tmp_path):
+    run_ranks(spread_shards, tmp_path)
+
+
+def spread_shards(rank: int, folder: Path) -> None:
+    lows = []
+    for mesh in (None, init_device_mesh("cpu", (2,))):
+        model, optimizer = build(torch.ones(5, 3).bfloat16(), mesh=mesh)
+        optim.spread_masters(optimizer, model, seed=1)
+        lows.append(optimizer.state[model.weight]["master_param"])
+    whole, shards = lows
+    assert torch.equal(shards.to_local(), whole.chunk(2)[rank])
+    assert len(whole.unique()) > 5
 
 
 def test_parameters_in_fp32_are_not_spread():
