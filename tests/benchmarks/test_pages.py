@@ -1,5 +1,6 @@
 """Figures in tables of README and docs are those of the recorded studies that the pages name."""
 
+import itertools
 import re
 from functools import cache
 from statistics import fmean, median
@@ -176,28 +177,31 @@ def test_gaps_of_a_thousand_steps_are_those_of_the_record():
 def test_losses_of_five_thousand_steps_are_those_of_the_record():
     runs = {}
     for run in runs_of("five_thousand_steps"):
-        name = "6 x 2" if run.config["batch_size"] == 6 else run.precision
+        name = run.precision.replace("bf16", "BF16")
+        name += ", 6 x 2" if run.config["batch_size"] == 6 else ""
         name += ", FP8 moments" if run.config["moment_dtype"] == "fp8" else ""
         runs[name, str(run.config["seed"])] = run
-    *gaps, ends = (table.rows for table in tables() if table.section == "Five thousand steps")
-    for rows, recipe in zip(gaps, ("delayed", "delayed, FP8 moments", "current", "block"), strict=True):
-        for row in rows:
-            first, last = (int(step.replace(",", "")) for step in row.pop("steps").split(" to "))
-            means = {
-                key: fmean(loss for step, loss in run.series("train/loss") if first <= step <= last)
-                for key, run in runs.items()
-            }
-            gap = {key: 100 * (mean / means["bf16", key[1]] - 1) for key, mean in means.items()}
-            seeds = [gap[recipe, seed] for seed in ("42", "43", "44")]
-            assert "BF16" not in row or shows(row.pop("BF16"), means["bf16", "42"])
-            assert shows(row.pop("mean"), fmean(seeds))
-            shown = row.pop("95 % bounds").split(" to ")
-            assert all(map(shows, shown, Judgement(tuple(seeds)).bounds))
-            for name, shown in row.items():
-                *named, seed = name.replace("seed ", "").split(", ")
-                assert shows(shown, gap[named[0] if named else recipe, seed]), row
+    means, finals, ends = (table.rows for table in tables() if table.section == "Five thousand steps")
+    gaps = {}
+    for row in means:
+        first, last = (int(step.replace(",", "")) for step in row.pop("steps").split(" to "))
+        loss = {
+            key: fmean(loss for step, loss in run.series("train/loss") if first <= step <= last)
+            for key, run in runs.items()
+        }
+        gaps = {key: 100 * (mean / loss["BF16", key[1]] - 1) for key, mean in loss.items()}
+        assert shows(row.pop("BF16"), fmean(loss["BF16", seed] for seed in ("42", "43", "44")))
+        for recipe, text in row.items():
+            seeds = tuple(gap for (name, _), gap in sorted(gaps.items()) if name == recipe)
+            figures = seeds if recipe == "BF16, 6 x 2" else (fmean(seeds), *Judgement(seeds).bounds)
+            shown = re.findall(NUMBER, text)
+            assert all(itertools.starmap(shows, zip(shown, figures, strict=True))), (row, recipe)
+    for row in finals:
+        recipe = row.pop("recipe")
+        shown = {name.removeprefix("seed "): gap for name, gap in row.items() if gap}
+        assert shown and all(shows(gap, gaps[recipe, seed]) for seed, gap in shown.items()), row
     for row in ends:
-        run = runs[row["trained in"].removeprefix("BF16, ").replace("BF16", "bf16"), row["seed"]]
+        run = runs[row["trained in"], row["seed"]]
         losses = run.value("eval_loss"), run.value("export_loss_bf16"), run.value("export_loss_fp8")
         if run.summary is None:  # it ended before its exports were evaluated
             assert shows(row["evaluated as trained"], losses[0]) and not row["FP8 export"]
