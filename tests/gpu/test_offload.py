@@ -143,3 +143,16 @@ def test_a_run_is_bit_for_bit_the_same_and_resumes_with_and_without(tmp_path, fo
     for name, options in runs.items():
         train(tmp_path / f"fp16-{name}", f"{flags} {options}")
     assert_same_bits(*(checkpoint(tmp_path / f"fp16-{name}", 12) for name in runs))
+
+
+def test_masters_of_a_run_from_files_are_spread_alike(tmp_path):
+    train(tmp_path / "base", f"{SMALL} --mixed_precision bf16 --max_steps 2 --no_save_checkpoints")
+    flags = f"{SMALL} --model_name {tmp_path}/base/export --mixed_precision fp8 --no_export"
+    for name, options in (("plain", ""), ("offloaded", "--offload_optimizer")):
+        train(tmp_path / name, f"{flags} {options} --max_steps 2 --save_interval 1 --learning_rate 1e-300")
+    plain, offloaded = (checkpoint(tmp_path / name, 1) for name in ("plain", "offloaded"))
+    assert_same_bits(plain, offloaded)
+    masters = [tensor for name, tensor in plain.items() if name.endswith("master_param")]
+    assert masters and all(
+        low.min() < -30_000 and low.max() > 30_000 for low in masters if low.numel() > 1000
+    )
