@@ -16,6 +16,7 @@ from fp8_suite.te_models.fp8_weights import frozen_in_fp8
 from fp8_suite.te_models.hugging_face import HFCausalLM, hf_state, materialize, parameters_on_meta
 from fp8_suite.te_models.lora.adapters import adapt_hf, initial_values, is_adapter
 from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.te_models.sources import TensorSource, WeightSource, missing_weights, other_shape, weight_files
 from fp8_suite.te_models.spec import (
     ModelSpec,
     auto_class,
@@ -25,17 +26,7 @@ from fp8_suite.te_models.spec import (
     tied_names,
     weight_source,
 )
-from fp8_suite.te_models.weights import (
-    Gather,
-    TensorSource,
-    WeightSource,
-    fill_named,
-    load_te,
-    missing_weights,
-    other_shape,
-    te_to_hf,
-    weight_files,
-)
+from fp8_suite.te_models.weights import Gather, fill_named, load_te, te_to_hf
 from torch import Tensor, nn
 
 

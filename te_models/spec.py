@@ -17,14 +17,8 @@ from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS, require_model
 from fp8_suite.te_models.quantized.reader import METHODS, MODELOPT_FILE
 from fp8_suite.te_models.shape import ModelShape
-from fp8_suite.te_models.weights import (
-    EMBEDDING,
-    LM_HEAD,
-    RandomSource,
-    SafetensorsSource,
-    WeightSource,
-    weight_files,
-)
+from fp8_suite.te_models.sources import RandomSource, SafetensorsSource, WeightSource, weight_files
+from fp8_suite.te_models.weights import EMBEDDING, LM_HEAD
 from torch import Tensor, nn
 
 NEEDS_CODE = "it needs Python code from its repository; read that code, then add --trust_remote_code"

@@ -13,8 +13,8 @@ from fp8_suite.core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape
+from fp8_suite.te_models.sources import weight_files
 from fp8_suite.te_models.spec import ModelSpec, digests, find_model
-from fp8_suite.te_models.weights import weight_files
 from fp8_suite.training.config import Config, read_settings
 from fp8_suite.training.estimate import sizes
 from fp8_suite.training.estimate.choose import choose_layout, free_memory

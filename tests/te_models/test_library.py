@@ -17,8 +17,9 @@ from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.kernels import flash_attention
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.quantized.forms import FORMS
+from fp8_suite.te_models.sources import TensorSource
 from fp8_suite.te_models.spec import ModelSpec
-from fp8_suite.te_models.weights import TensorSource, load_te, te_to_hf
+from fp8_suite.te_models.weights import load_te, te_to_hf
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.export.quantize import quantize_export
 from fp8_suite.training.library import build

@@ -15,8 +15,9 @@ from fp8_suite.te_models.build import build_model, export_tensors
 from fp8_suite.te_models.decoder import TECausalLM
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.te_models.sources import RandomSource, SafetensorsSource, WeightSource, weight_files
 from fp8_suite.te_models.spec import ModelSpec, find_model, weight_source
-from fp8_suite.te_models.weights import RandomSource, SafetensorsSource, WeightSource, load_te, te_to_hf
+from fp8_suite.te_models.weights import load_te, te_to_hf
 from fp8_suite.training.export.write import export_hf
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -256,7 +257,7 @@ def test_single_file_wins_over_the_index_of_an_earlier_save(tmp_path):
     save(tmp_path, {"model.norm.weight": torch.ones(4)})
     save_index(tmp_path, {"model.norm.weight": "old.safetensors", "gone": "missing.safetensors"})
     assert SafetensorsSource(tmp_path).shapes() == {"model.norm.weight": torch.Size([4])}
-    assert [path.name for path in weights.weight_files(tmp_path)] == ["model.safetensors"]
+    assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]
 
 
 def test_pickled_weights_are_loaded_by_transformers_and_refused_for_te_layers(tmp_path):

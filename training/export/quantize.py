@@ -14,8 +14,8 @@ from fp8_suite.core.files import write_json
 from fp8_suite.core.readers import read_json
 from fp8_suite.te_models.quantized.forms import FORMS, Form, Quantizer, layer_of
 from fp8_suite.te_models.quantized.reader import MODELOPT_FILE
+from fp8_suite.te_models.sources import INDEX
 from fp8_suite.te_models.spec import find_model, weight_source
-from fp8_suite.te_models.weights import INDEX
 from fp8_suite.training.export.write import replacing_export, write_shards
 from torch import Tensor
 

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from fp8_suite.core.errors import UserError
 from fp8_suite.data.collate import IGNORE
 from fp8_suite.te_models.decoder import TECausalLM
+from fp8_suite.te_models.sources import TensorSource
 from fp8_suite.te_models.spec import ModelSpec, on_meta, parameter_shapes, refuse_length, tied_names
-from fp8_suite.te_models.weights import TensorSource, load_te, te_to_hf
+from fp8_suite.te_models.weights import load_te, te_to_hf
 from fp8_suite.training.library.inputs import decoder_inputs
 from fp8_suite.training.precision import scaling
 from fp8_suite.training.precision.coverage import Coverage, coverage
