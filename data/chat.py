@@ -200,8 +200,7 @@ class Encoder:
             values = (*arrays, number, int(draft.status), crc, int(arrays[0].max(initial=0)), left_out)
             for column, value in zip(columns.values(), values, strict=True):
                 column.append(value)
-        lists = {name: list_column(columns[name]) for name in ("input_ids", "spans")}
-        return pa.table({**columns, **lists}, schema=Features(COLUMNS).arrow_schema)
+        return pa.table(columns, schema=Features(COLUMNS).arrow_schema)
 
     def tokenize(self, texts: list[str], backend: Tokenizer | None = None) -> list[Encoding]:
         """Encode texts as `tokenizer(texts, add_special_tokens=False)` does, or with another `backend`.
@@ -214,12 +213,6 @@ class Encoder:
         backend.no_padding()
         backend.encode_special_tokens = self.tokenizer.split_special_tokens
         return backend.encode_batch_fast(texts, add_special_tokens=False)
-
-
-def list_column(arrays: list[np.ndarray]) -> pa.ListArray:
-    """Return a list column with one int32 array per row."""
-    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
-    return pa.ListArray.from_arrays(offsets, np.concatenate(arrays))
 
 
 def without_leading_space(backend: Tokenizer) -> Tokenizer | None:

@@ -60,8 +60,9 @@ class Samples:
 
     def fetch(self, indices: list[int]) -> list[Sample]:
         table = self.tokens[self.document[indices].tolist()]
+        arrays = (table[name].to_numpy() for name in ("input_ids", "spans"))  # of arrays, one per document
         samples = []
-        for i, ids, spans in zip(indices, arrays(table["input_ids"]), arrays(table["spans"]), strict=True):
+        for i, ids, spans in zip(indices, *arrays, strict=True):
             loss = np.full(len(ids), self.loss_on_all)
             for start, stop in spans.reshape(-1, 2):
                 loss[start:stop] = True
@@ -237,12 +238,6 @@ def delete_truncated(folder: Path) -> None:
         if not is_whole:
             logger.warning("%s: truncated, deleting it; its rows are tokenized again", path)
             path.unlink(missing_ok=True)
-
-
-def arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
-    """Return one array per entry of a list column."""
-    lengths = pc.list_value_length(column).to_numpy()
-    return np.split(pc.list_flatten(column).to_numpy(), np.cumsum(lengths)[:-1])
 
 
 def count_labels(column: pa.ChunkedArray, limits: np.ndarray) -> np.ndarray:
