@@ -1,16 +1,18 @@
-"""Compare the planner's predictions with the recorded runs."""
+"""Compare the planner's predictions with recorded runs, and with published ones on more GPUs."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp8_suite.benchmarks.plan.inputs import size_run
-from fp8_suite.benchmarks.plan.published import published_table
+from fp8_suite.benchmarks.plan.predict import Plan, make_plan
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.benchmarks.records.table import read_table
 from fp8_suite.benchmarks.report.tables import markdown
-from fp8_suite.core.gpus import Gpu, planned_gpu
+from fp8_suite.core.gpus import PLANNED, Gpu, planned_gpu
+from fp8_suite.core.readers import read_yaml
 from fp8_suite.training.config import all_settings, config_from_dict
 from fp8_suite.training.estimate.memory import peak
 from fp8_suite.training.estimate.setup import TrainingSetup
@@ -18,6 +20,11 @@ from fp8_suite.training.estimate.step_time import step_seconds
 from fp8_suite.training.parallel.settings import MODES
 
 Pair = tuple[float, float]  # (measured, predicted)
+
+# Settings of published runs. Recomputation is the least that fits, unless set; attention is cuDNN's.
+COMMON = {"use_te": True, "mixed_precision": "bf16", "flash_attention": False, "sharding_mode": "fsdp_grad"}
+COMMON |= {"batch_size": 1, "max_seq_length": 8192, "recompute": "auto"}
+PUBLISHED: list[dict[str, Any]] = read_yaml(Path(__file__).with_name("published.yaml"))
 
 
 class Check(NamedTuple):
@@ -93,6 +100,25 @@ def _cells(pair: Pair | None, scale: float) -> list[str]:
     if pair is None:
         return ["-"] * 3
     return [*(f"{scale * value:.1f}" for value in pair), f"{error(pair):+.1%}"]
+
+
+def plan_published(run: dict[str, Any]) -> Plan:
+    """Predict a run of PUBLISHED."""
+    settings = {name: value for name, value in run.items() if name not in ("name", "gpus", "tflops")}
+    return make_plan(config_from_dict(COMMON | settings), PLANNED["H100"], gpus=run["gpus"])
+
+
+def published_table() -> str:
+    """Return a table of published and predicted TFLOP/s per GPU."""
+    headings = ["published run", "H100", "CP x TP x PP (stages per rank)", "TFLOP/s", "predicted", "error"]
+    rows = []
+    for run in PUBLISHED:
+        plan = plan_published(run)
+        layout = plan.setup.layout
+        sizes = f"{layout.cp} x {layout.tp} x {layout.pp} ({layout.virtual})"
+        rates = f"{run['tflops']:.0f}", f"{plan.tflops:.0f}", f"{error((run['tflops'], plan.tflops)):+.1%}"
+        rows.append([run["name"], f"{run['gpus']:,}", sizes, *rates])
+    return markdown(headings, rows)
 
 
 def summary_table(checks: list[Check]) -> str:

@@ -5,10 +5,10 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from fp8_suite.benchmarks.plan.check import PUBLISHED, plan_published
 from fp8_suite.benchmarks.plan.layouts import best_layouts
 from fp8_suite.benchmarks.plan.main import run
 from fp8_suite.benchmarks.plan.predict import make_plan
-from fp8_suite.benchmarks.plan.published import PUBLISHED, plan_published
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.gpus import GPUS
 from fp8_suite.te_models.presets import PRESETS

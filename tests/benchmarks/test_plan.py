@@ -5,12 +5,11 @@ import re
 import shlex
 
 import pytest
-from fp8_suite.benchmarks.plan.check import check_runs, error
+from fp8_suite.benchmarks.plan.check import PUBLISHED, check_runs, error, plan_published
 from fp8_suite.benchmarks.plan.inputs import read_model
 from fp8_suite.benchmarks.plan.limits import smallest_card
 from fp8_suite.benchmarks.plan.main import main, run
 from fp8_suite.benchmarks.plan.predict import make_plan
-from fp8_suite.benchmarks.plan.published import PUBLISHED, plan_published
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.gpus import GPUS
 from fp8_suite.core.packages import ROOT
