@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fp8_suite.core.cli import as_command, command_parser
-from fp8_suite.core.errors import bad_setting
 
 PROG = "python -m benchmarks.source_text"
 SUFFIXES = {".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh", ".cu", ".cpp", ".c"}
@@ -56,8 +55,6 @@ def main(argv: list[str]) -> int:
     text = f"folders (default: {' '.join(here)})"
     parser.add_argument("--folders", nargs="+", default=here, metavar="DIR", help=text)
     args = parser.parse_args(argv)
-    if args.out.exists():
-        raise bad_setting("exists; give a new folder", out=args.out)
     args.out.mkdir(parents=True)
     written, wanted = {"train": 0, "test": 0}, {"train": args.megabytes, "test": args.test_megabytes}
 

@@ -53,7 +53,12 @@ def main(argv: list[str]) -> int:
     planned = build_runs(parse_variants(args.variants), common, folder, gpus=args.gpus, **seeds)
     reference = planned[0]
     check_before_start(planned)
-    failures = train_all(planned, folder, lambda run, failures: _why_skip(run, failures, reference))
+
+    def why_skip(run: GridRun, failures: Failures) -> str | None:
+        """Return why a run is pointless: the reference, or the variant with its first seed, failed."""
+        return next((f"{name} failed" for name in (reference.name, run.variant) if name in failures), None)
+
+    failures = train_all(planned, folder, why_skip)
     for name in ("verdict.json", "verdict.md"):  # delete the verdict of an earlier call
         (folder / name).unlink(missing_ok=True)
     if outcome := failures.get(reference.name):
@@ -73,9 +78,3 @@ def main(argv: list[str]) -> int:
         config = {"answer": verdict.answer, "max_loss_gap_percent": limit}
         report.upload(folder, log, config)
     return exit_code(verdict, failures, strict=args.strict)
-
-
-def _why_skip(run: GridRun, failures: Failures, reference: GridRun) -> str | None:
-    """Return why a run is pointless: the reference, or the variant with its first seed, failed."""
-    failed = (name for name in (reference.name, run.variant) if name in failures)
-    return next((f"{name} failed" for name in failed), None)

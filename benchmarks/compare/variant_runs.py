@@ -77,7 +77,7 @@ def _baseline(variant: Variant, by_name: dict[str, Variant]) -> str | None:
     if variant.name == "bf16" or (variant.name == "bf16_hf" and "bf16" not in by_name):
         return None
     order = ("bf16", "bf16_hf")
-    preferred = order if variant.uses_te or variant.name == "bf16_hf" else order[::-1]
+    preferred = order if variant.settings["use_te"] or variant.name == "bf16_hf" else order[::-1]
     baseline = next((name for name in preferred if name in by_name), None)
     if baseline is None:
         names = ",".join(by_name)

@@ -43,10 +43,6 @@ class Variant:
     settings: dict[str, Any]
 
     @property
-    def uses_te(self) -> bool:
-        return self.settings["use_te"]
-
-    @property
     def folder_name(self) -> str:
         return re.sub(r"[^\w.+=-]", "_", self.name)
 

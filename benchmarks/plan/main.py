@@ -21,7 +21,7 @@ from fp8_suite.core.cli import add_number, as_command, command_parser
 from fp8_suite.core.errors import UserError, bad_setting, counted
 from fp8_suite.core.gpus import PLANNED, Gpu
 from fp8_suite.core.recipes import RECIPES, costs_of
-from fp8_suite.core.settings import AUTO
+from fp8_suite.core.settings import AUTO, check_bounds, convert
 from fp8_suite.training.config import Config, config_from_dict
 from fp8_suite.training.estimate.advice import way_out
 from fp8_suite.training.estimate.layout import check_pipeline
@@ -233,9 +233,8 @@ def read_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
             _refuse_architecture(name, cfg)
         return gpu
     if missing := [f"--{flag}" for flag, value in values.items() if not value and flag != "fp8_tflops"]:
-        known = "" if fields else f"choose from {', '.join(PLANNED)}, or "
-        fp8 = "" if args.fp8_tflops else " (and --fp8_tflops, if it has FP8)"
-        raise bad_setting(f"unknown GPU; {known}add {', '.join(missing)}{fp8}", gpu=args.gpu)
+        described = f"{', '.join(missing)} (and --fp8_tflops, if it has FP8)"
+        raise bad_setting(f"unknown GPU; choose from {', '.join(PLANNED)}, or add {described}", gpu=args.gpu)
     return Gpu(**({"fp8_tflops": None} | fields))
 
 
@@ -250,11 +249,9 @@ def _refuse_architecture(name: str, cfg: Config) -> None:
 
 
 def _counts(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    for part in parts:
-        if not part.isdecimal() or not int(part):
-            raise argparse.ArgumentTypeError(f"{part!r}: must be a whole number of at least 1")
-    return list(dict.fromkeys(map(int, parts)))
+    counts = [convert("gpus", part.strip(), int) for part in text.split(",")]
+    check_bounds("gpus", min(counts), {"minimum": 1})
+    return list(dict.fromkeys(counts))
 
 
 def build_parser() -> argparse.ArgumentParser:

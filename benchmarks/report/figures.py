@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from statistics import quantiles
 from typing import Any, NamedTuple
 
-from fp8_suite.benchmarks.records.runs import RunRecord, Series
+from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.benchmarks.report.gaps import loss_gap, smoothed
 from fp8_suite.benchmarks.report.judge import Judgement, Result
 from fp8_suite.benchmarks.report.tables import labels
@@ -70,10 +70,6 @@ def style(number: int) -> dict[str, Any]:
     """Return colour, dashes and markers of a curve: a single point has no line."""
     dashes = DASHES[number // len(PALETTE) % len(DASHES)]
     return {"color": PALETTE[number % len(PALETTE)], "linestyle": dashes, "marker": ".", "markersize": 3}
-
-
-def _plot(axes: Axes, series: Series, *form: str, **options: Any) -> None:
-    axes.plot([x for x, _ in series], [y for _, y in series], *form, **options)
 
 
 def _step_axes(names: list[str], title: str) -> tuple[Figure, Axes]:
@@ -159,11 +155,12 @@ def draw_losses(runs: list[RunRecord]) -> Figure:
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         train, evaluation = run.series("train/loss"), run.series("eval/loss")
         if train:
-            _plot(axes, train, color=style(i)["color"], alpha=0.25, linewidth=1)
-            _plot(axes, [*smoothed(run).items()], **style(i), label=name)
+            axes.plot(*zip(*train, strict=True), color=style(i)["color"], alpha=0.25, linewidth=1)
+            axes.plot(*zip(*smoothed(run).items(), strict=True), **style(i), label=name)
         if evaluation:
             label = None if train else name
-            _plot(axes, evaluation, "o", color=style(i)["color"], markersize=5, label=label)
+            dots = {"color": style(i)["color"], "markersize": 5, "label": label}
+            axes.plot(*zip(*evaluation, strict=True), "o", **dots)
     return _add_legend(figure, axes)
 
 
@@ -176,7 +173,7 @@ def draw_gap(runs: list[RunRecord], results: list[Result]) -> Figure:
     axes.axhline(0.0, color="black", linewidth=1)
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         if run in baselines and (gap := loss_gap(run, baselines[run])):
-            _plot(axes, gap, **style(i), label=name)
+            axes.plot(*zip(*gap, strict=True), **style(i), label=name)
             settled += [value for _, value in gap[len(gap) // 10 :]]
     low, *_, high = quantiles(settled * 2, n=100)
     margin = 0.3 * (high - low) or 1e-4  # the axis clips spikes

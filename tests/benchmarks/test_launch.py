@@ -48,8 +48,8 @@ def test_fp16_is_a_variant_except_in_a_pair_of_moments():
     ]
     variants = parse_variants([",".join(names)])
     assert [variant.name for variant in variants] == names
-    assert [variant.uses_te for variant in variants] == [True, True, True, False, True, False]
-    assert all(variant.uses_te for variant in parse_variants(["bf16,fp16"]))
+    assert [variant.settings["use_te"] for variant in variants] == [True, True, True, False, True, False]
+    assert all(variant.settings["use_te"] for variant in parse_variants(["bf16,fp16"]))
 
 
 def test_a_command_line_restores_the_settings():

@@ -331,7 +331,7 @@ BAD_INPUT = {
     "--precision_map layers.0=bf16": "--precision_map",
     "--use_te --te_backend emulated --mixed_precision fp8": "--te_backend emulated",
     "--max_steps 0": "--max_steps 0: evaluates only",
-    "--gpus 8,x": "--gpus: 'x'",
+    "--gpus 8,x": "--gpus x: must be a whole number",
     "--price_per_gpu_hour 3": "--price_per_gpu_hour 3: needs --tokens",
     "--model_name llama-3.1-8b": r"did you mean .meta-llama/Llama-3\.1-8B.\?",
     "--sharding_mode deepspeed --deepspeed_config ds_configs/zero2.json --gpus 8": "cover ds_zero1",

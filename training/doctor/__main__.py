@@ -170,7 +170,6 @@ def check_recipes() -> Iterator[Finding]:
     """Train a layer in every recipe of Transformer Engine, native or else emulated; look for torchao's."""
     from fp8_suite.core.recipes import RECIPES, TORCHAO_RECIPES
     from fp8_suite.training.precision import recipes, te_runtime, torchao_fp8
-    from fp8_suite.training.precision.recipes import why_not
 
     te_backend = "emulated" if te_runtime.why_not_te() else "native"
     for name in RECIPES:
@@ -180,7 +179,7 @@ def check_recipes() -> Iterator[Finding]:
             if name in TORCHAO_RECIPES:
                 torchao_fp8.require_torchao()
                 recipes.fp8_gemms_are_emulated()  # UserError for a GPU without FP8
-            elif reason := why_not(name, te_backend):
+            elif reason := recipes.why_not(name, te_backend):
                 status, text = "note", reason
             else:
                 train_layer(name, te_backend)
