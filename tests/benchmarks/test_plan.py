@@ -80,13 +80,6 @@ def test_published_runs_of_four_dimensions_are_predicted_within_10_percent(publi
         assert predicted == pytest.approx(published["tflops"], rel=0.1)
 
 
-def test_days_of_llama_3_follow_from_its_flops():
-    plan = plan_published(PUBLISHED[1])
-    per_token = 6 * (405.85e9 - 128_256 * 16_384) + 6 * 126 * 16_384 * 8192  # the embedding is no GEMM
-    days = 15.6e12 * per_token / (16_384 * plan.tflops * 1e12) / 86_400
-    assert plan.days(15.6e12) == pytest.approx(days, rel=1e-3)
-
-
 def test_docs_hold_the_summary_that_check_prints():
     *_, published, summary = run(["--check"]).split("\n\n")
     assert summary in (ROOT / "benchmarks/results/predictions.md").read_text(encoding="utf-8")

@@ -58,24 +58,18 @@ def test_a_missing_folder_is_not_requested_from_the_hub(name, requests, tmp_path
         require_folder("tokenizer_name", name)
 
 
-@pytest.mark.parametrize("export", ["export", "export_fp8"])
-def test_a_run_folder_is_answered_with_its_export(export, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_name": "tiny-llama"}')
-    (tmp_path / "metrics.jsonl").write_text("")
-    (tmp_path / export).mkdir()
-    (tmp_path / export / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=rf"is a run folder; .*{tmp_path}/{export}$"):
-        spec(str(tmp_path))
-
-
 @pytest.mark.parametrize(
-    ("file", "message"),
+    ("files", "message"),
     [
-        ("adapter_config.json", "adapters only; give a merged model"),
-        ("manifest.json", "a checkpoint; give an export"),
+        (("config.json", "metrics.jsonl", "export/config.json"), "is a run folder; .*/export$"),
+        (("config.json", "metrics.jsonl", "export_fp8/config.json"), "is a run folder; .*/export_fp8$"),
+        (("adapter_config.json",), "adapters only; give a merged model, such as RUN/export"),
+        (("manifest.json",), "a checkpoint; give an export, such as RUN/export"),
     ],
 )
-def test_adapters_and_checkpoints_are_answered_with_the_export(file, message, tmp_path):
-    (tmp_path / file).write_text("{}")
-    with pytest.raises(UserError, match=f"{message}, such as RUN/export"):
+def test_a_folder_that_is_no_model_is_answered_with_the_export(files, message, tmp_path):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=message):
         spec(str(tmp_path))

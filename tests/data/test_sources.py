@@ -187,18 +187,11 @@ def test_bad_rows_are_counted_and_the_first_is_reported(load, answers, streaming
 
 
 @streaming
-def test_blank_lines_are_not_rows(load, streaming):
-    report = load(b"\n" + json_lines(PAIR) + b"\n \n", streaming=streaming).report
-    assert (report.rows, report.used, report.empty) == (1, 1, 0)
-    assert report.lines()[0].startswith("1 of 1 row") and "in 1 sequence," in report.lines()[0]
-    assert len(report.lines()) == 2
-
-
-@streaming
-def test_bad_row_number_is_its_line_number(load, streaming):
-    nine_rows = json_lines(PAIR) * 9 + b"\n"  # a blank line counts
-    report = load(nine_rows + b"{cut\n" + json_lines(PAIR), streaming=streaming).report
-    assert report.first_bad_row == "row 11: not valid JSON"
+def test_blank_lines_are_no_rows_but_count_in_the_number_of_a_bad_row(load, streaming):
+    report = load(b"\n" + json_lines(PAIR) * 9 + b" \n{cut\n" + json_lines(PAIR), streaming=streaming).report
+    assert (report.rows, report.used, report.empty) == (11, 10, 0)
+    assert report.first_bad_row == "row 12: not valid JSON"
+    assert len(load(USABLE, "good.jsonl", streaming=streaming).report.lines()) == 2, "without a warning"
 
 
 def test_stream_logs_later_bad_rows_on_rank_0(load, caplog, monkeypatch):

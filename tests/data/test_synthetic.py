@@ -6,25 +6,10 @@ from dataclasses import replace
 import pytest
 from fp8_suite.core.errors import UserError
 from fp8_suite.data.chat import Encoder
-from fp8_suite.data.demo import read_demo
 from fp8_suite.data.settings import DataConfig
 from fp8_suite.data.synthetic import random_words, with_rows
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
-
-def like_sentencepiece() -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose BOS is not added, and whose first word has a token for its space."""
-    made = Tokenizer(models.BPE(unk_token="<unk>"))
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    made.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
-    trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=["<unk>", "<s>", "</s>"])
-    made.train_from_iterator((row["problem"] for row in read_demo("test")), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+from tests.data.test_chat import with_word_borders
 
 
 def test_text_is_that_of_recorded_speeds(tokenizer):
@@ -34,7 +19,7 @@ def test_text_is_that_of_recorded_speeds(tokenizer):
 
 @pytest.mark.parametrize("kind", ["demo", "sentencepiece"])
 def test_rows_have_the_length_of_a_sequence(tokenizer, kind):
-    tokenizer = tokenizer if kind == "demo" else like_sentencepiece()
+    tokenizer = tokenizer if kind == "demo" else with_word_borders("prepend")  # and BOS is not added
     rows = random_words(DataConfig(max_seq_length=50, num_of_samples=40), tokenizer)
     encoder = Encoder(tokenizer, lambda row: row, chat=False, system="")
     encoded = encoder.encode([*rows], range(len(rows)))

@@ -143,14 +143,6 @@ def test_tokens_never_reach_output_or_run_folder(tmp_path, capsys, monkeypatch):
 # Resumes
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(finished, tmp_path):
-    again = train(tmp_path / "again", f"{EIGHT_STEPS} --resume {finished}/checkpoints/step_000004")
-    assert curve(again) == rest(finished, 4)
-    assert same_bits(exported(again), exported(finished)) and same_bits(saved(again, 8), saved(finished, 8))
-    meta, remeta = (record(f, "checkpoints/step_000008/meta.json") for f in (finished, again))
-    assert all(meta[name] == remeta[name] for name in ("loader", "optimizer_steps"))
-
-
 def test_synthetic_text_fills_one_epoch_of_full_sequences_and_resumes(small, tmp_path):
     flags = f"{small()} --dataset_name synthetic --num_of_samples 24 --gradient_accumulation_steps 2"
     flags += " --save_interval 3 --max_steps 6"
@@ -319,15 +311,6 @@ def test_a_summary_of_another_checkpoint_is_not_the_end_of_this_run(finished, tm
         folder = train(tmp_path / "run", f"{flags}{step} --max_steps {steps}")
         assert ("this run is finished" in capsys.readouterr().out) == known
         assert record(folder, "summary.json")["steps"] == steps
-
-
-def test_newer_checkpoints_of_another_run_are_evaluated_in_the_same_folder(copied, tmp_path):
-    evaluation, losses = tmp_path / "evaluation", []
-    for steps in (8, 12):
-        train(copied, f"--max_steps {steps} --no_export")
-        train(evaluation, f"--resume {copied} --max_steps 0")
-        losses.append(record(evaluation, "summary.json")["eval_loss"])
-    assert losses[0] > losses[1] == record(copied, "summary.json")["eval_loss"]
 
 
 @pytest.mark.parametrize(("flags", "same_work"), [("", True), ("--gradient_checkpointing", False)])

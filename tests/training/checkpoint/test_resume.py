@@ -169,15 +169,6 @@ def test_changed_evaluation_data_discards_earlier_losses_with_a_warning(folder, 
     assert record(folder, "checkpoints/index.json")["eval_losses"].keys() == {"4", "6"} and best is not None
 
 
-def test_fewer_steps_than_already_done_is_refused_and_settings_are_kept(folder, capsys):
-    (folder / "summary.json").unlink()
-    settings = (folder / "settings.json").read_bytes()
-    train(folder, "--max_steps 3", code=EXIT_BAD_SETTING)
-    assert (folder / "settings.json").read_bytes() == settings
-    error = capsys.readouterr().err
-    assert error.startswith("error: --max_steps 3: ") and "step_000004 has 4 steps already" in error
-
-
 def test_a_run_that_logged_nothing_may_restart_with_other_settings(tmp_path, monkeypatch):
     def out_of_memory(*_, **__):
         raise torch.OutOfMemoryError("out of memory")

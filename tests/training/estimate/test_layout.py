@@ -35,8 +35,6 @@ def test_gathered_keys_need_memory_in_backward():
 @pytest.mark.parametrize(
     ("layout", "flag"),
     [
-        (Layout(tp=3), "tensor_parallel_size"),
-        (Layout(tp=16), "tensor_parallel_size"),
         (Layout(cp=3), "context_parallel_size"),
         (Layout(pp=128), "pipeline_parallel_size"),
         (Layout(pp=8, virtual=3), "virtual_stages"),

@@ -13,8 +13,6 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.children import run_ranks
 
-BF16_MOMENTS = {"moment_dtype": "bf16"}
-
 
 def build(weight, cfg=None, precision=None, mesh=None) -> tuple[torch.nn.Module, MasterAdamW]:
     model = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
@@ -94,21 +92,6 @@ def test_parameters_in_fp32_are_not_spread():
     optimizer = optim.build_optimizer(model, OptimConfig(), spec)
     optim.spread_masters(optimizer, model, seed=1)
     assert torch.equal(model.bias, torch.ones(8)) and not torch.equal(master(model, optimizer), model.weight)
-
-
-@pytest.mark.parametrize("precision", [{}, BF16_MOMENTS], ids=["fp32", "bf16"])
-def test_a_scaled_step_is_the_step_of_scaled_gradients(precision):
-    start, grad = torch.randn(8, 8).bfloat16(), torch.randn(8, 8).bfloat16()
-    (model, scaled), (twin, plain) = (build(start, precision=precision) for _ in range(2))
-    model.weight.grad, twin.weight.grad = grad, grad * 0.25  # exact in BF16
-    optim.step_if(scaled, apply=torch.tensor(True), scale=torch.tensor(0.25))
-    plain.step()
-    assert torch.equal(master(model, scaled), master(twin, plain))
-    expected = optim.optimizer_state(plain, twin)
-    dtype = torch.bfloat16 if precision is BF16_MOMENTS else torch.float32
-    for name, value in optim.optimizer_state(scaled, model).items():
-        assert value.dtype == (torch.int16 if "master" in name else dtype)
-        assert torch.equal(value, expected[name])
 
 
 def test_a_skipped_step_changes_nothing_and_is_not_counted():

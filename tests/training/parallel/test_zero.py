@@ -21,7 +21,7 @@ from fp8_suite.training.trainer import Trainer
 
 from tests import children
 from tests.training.parallel.jobs import checkpoint, record, same_bits, saved, summary, train
-from tests.training.parallel.test_multi_gpu import same_run, spoil_two_steps
+from tests.training.parallel.test_multi_gpu import check_group_timeouts, same_run, spoil_two_steps
 
 installed = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not installed, reason="deepspeed is not installed")
@@ -50,6 +50,8 @@ def small_buckets(folder: Path, stage: int, **more) -> str:
 def spoil_and_check_buffers(folder: Path, spoiled: int, rank: int) -> None:
     """Two steps of a rank are not finite; the model's buffers stay in FP32."""
     spoil_two_steps(folder, spoiled, rank)
+    if spoiled:  # of two ranks
+        check_group_timeouts(rank)
     train_all = Trainer.train
 
     def checked(trainer):

@@ -1,7 +1,5 @@
 """The table of recipes, and what a run's precision is resolved to, without a GPU."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -10,7 +8,6 @@ from typing import get_args
 import pytest
 import torch
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
-from fp8_suite.core.packages import ROOT
 from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.te_models.emulation import recipes as emulated
 from fp8_suite.te_models.kernels.packed_attention import why_no_kernel
@@ -30,7 +27,7 @@ def settings(**values) -> Config:
     return config_from_dict(values)
 
 
-def test_the_table_is_complete_and_loads_without_torch():
+def test_the_table_is_complete():
     assert get_args(all_settings()["fp8_scenario"][2]) == ("default", *TE_RECIPES, *TORCHAO_RECIPES)
     flags = {name for name in all_settings() if name.startswith("fp8_")}
     assert set(VALUES) == RECIPE_SETTINGS
@@ -39,8 +36,6 @@ def test_the_table_is_complete_and_loads_without_torch():
         assert bool(spec.make and spec.probe) == bool(spec.te_class), name
         assert spec.costs.gemm_share > 0 and spec.costs.cast_bytes > 0, name
     assert not RECIPES[FALLBACK_RECIPE].may_fall_back
-    command = "import sys; sys.modules['torch'] = None; import core.recipes, training.config"
-    subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("name", TE_RECIPES)
