@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from fp8_suite.training.estimate.modes import choose_mode
 
-from tests.training.estimate.setups import FUSED, OFFLOADED, setup_of
+from tests.training.estimate.setups import FUSED, OFFLOADED, SHAPES, setup_of
 
 FREE = 100e9  # 60 GB of these are for the state
 
@@ -36,15 +36,6 @@ def test_the_fastest_mode_that_fits(billions, gpus, gpus_per_node, mode):
 
 
 @pytest.mark.parametrize(
-    ("billions", "free", "mode"),
-    # 28 GB of shards, 16 accumulated, 16 gathered; 56 GB whole and 8 more for gradients in FP32.
-    [(4.0, 105e9, "fsdp_grad"), (4.0, 95e9, "fsdp_full"), (1.0, 27e9, "ddp"), (1.0, 26e9, "fsdp_grad")],
-)
-def test_sums_of_whole_gradients_count(billions, free, mode):
-    assert chosen(billions, free, gpus=2, gradient_accumulation_steps=2)[0] == mode
-
-
-@pytest.mark.parametrize(
     ("length", "mode"),
     # 65 GB; 90 GB, or 77 in fsdp_full; 131,072 tokens fit in no mode.
     [(8192, "fsdp_grad"), (14_336, "fsdp_full"), (131_072, "fsdp_grad")],
@@ -56,44 +47,40 @@ def test_activations_need_more_shards_if_they_are_predicted(length, mode):
     assert choose_mode(request, 85.1e9, predicted=False)[0] == "fsdp_grad"
 
 
-@pytest.mark.parametrize(
-    ("billions", "in_fp8", "mode"), [(8.0, False, "ddp"), (70.0, False, "fsdp_full"), (70.0, True, "ddp")]
-)
-def test_frozen_weights_are_sharded_only_if_they_do_not_fit(billions, in_fp8, mode):
-    optimizer = replace(FUSED, holds_fp8_weights=in_fp8)
-    request = setup_of(billions, "ddp", 8, lora_rank=16, batch_size=1, optimizer=optimizer)
-    assert choose_mode(request, FREE)[0] == mode
-
-
-def test_without_a_gpu_it_is_ddp():
-    assert chosen(70.0, None, gpus=8)[0] == "ddp"
-
-
 def test_an_offloaded_optimizer_leaves_weights_and_gradients():
     mode, reason = chosen(70.0, gpus=8, optimizer=OFFLOADED)
     assert mode == "fsdp_full" and "weights and gradients need 280.0 GB" in reason
 
 
-def test_sequences_shared_across_nodes_rule_out_hsdp():
-    setup = setup_of(20.0, "ddp", 16, shape=False, context_parallel_size=16)
-    assert choose_mode(setup, FREE)[0] == "fsdp_full"
+TWICE, LORA = {"gradient_accumulation_steps": 2}, {"lora_rank": 16}
+TP = {"tensor_parallel_size": 2}
+TP_IN_FP8 = TP | {"batch_size": 2, "mixed_precision": "fp8", "moment_dtype": "fp8"}
 
 
 @pytest.mark.parametrize(
-    ("sizes", "gpus", "mode"),
+    ("billions", "gpus", "free", "settings", "mode"),
     [
-        ({"tensor_parallel_size": 2}, 2, "ddp"),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 4, "ddp"),
-        ({"tensor_parallel_size": 2}, 4, "fsdp_full"),  # two ranks hold the same half
-        ({"tensor_parallel_size": 2, "context_parallel_size": 2}, 4, "fsdp_full"),
+        (70.0, 8, None, {}, "ddp"),  # no GPU
+        # Sums of gradients: 28 GB of shards, 16 accumulated, 16 gathered; 56 GB whole, 8 more in FP32.
+        (4.0, 2, 105e9, TWICE, "fsdp_grad"),
+        (4.0, 2, 95e9, TWICE, "fsdp_full"),
+        (1.0, 2, 27e9, TWICE, "ddp"),
+        (1.0, 2, 26e9, TWICE, "fsdp_grad"),
+        # Frozen weights are sharded only if they do not fit.
+        (8.0, 8, FREE, LORA, "ddp"),
+        (70.0, 8, FREE, LORA, "fsdp_full"),
+        (70.0, 8, FREE, LORA | {"optimizer": replace(FUSED, holds_fp8_weights=True)}, "ddp"),
+        # Sequences shared across nodes rule out HSDP; ranks with different parts of a model shard nothing.
+        (20.0, 16, FREE, {"context_parallel_size": 16}, "fsdp_full"),
+        (70.0, 2, FREE, TP, "ddp"),
+        (70.0, 4, FREE, TP | {"pipeline_parallel_size": 2}, "ddp"),
+        (70.0, 4, FREE, TP, "fsdp_full"),  # two ranks hold the same half
+        (70.0, 4, FREE, TP | {"context_parallel_size": 2}, "fsdp_full"),
+        # FSDP over one rank is for parts that do not fit without: 97 and 83 GB.
+        (8.0, 2, 110e9, TP_IN_FP8, "ddp"),
+        (8.0, 2, 90e9, TP_IN_FP8, "fsdp_full"),
     ],
 )
-def test_ranks_with_different_parts_of_a_model_shard_nothing(sizes, gpus, mode):
-    assert choose_mode(setup_of(70.0, "ddp", gpus, batch_size=1, **sizes), FREE)[0] == mode
-
-
-@pytest.mark.parametrize(("free", "mode"), [(110e9, "ddp"), (90e9, "fsdp_full")])
-def test_fsdp_over_one_rank_is_for_parts_that_do_not_fit_without(free, mode):  # 97 and 83 GB
-    settings = {"batch_size": 2, "max_seq_length": 8192, "mixed_precision": "fp8", "moment_dtype": "fp8"}
-    request = setup_of(8.0, "ddp", 2, tensor_parallel_size=2, **settings)
-    assert choose_mode(request, free)[0] == mode
+def test_the_mode_of_other_settings(billions, gpus, free, settings, mode):
+    settings = {"batch_size": 1, "shape": billions in SHAPES} | settings
+    assert choose_mode(setup_of(billions, "ddp", gpus, **settings), free)[0] == mode
