@@ -31,7 +31,8 @@ def test_resume_from_a_path_without_checkpoints_is_refused(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
-    own = save_steps(tmp_path / "checkpoints", *[1] * ("missing" in resume))  # that path is of no other run
+    # A missing path is not taken for another run's, though this one has a checkpoint.
+    own = save_steps(tmp_path / "checkpoints", *[1] * ("missing" in resume))
     with pytest.raises(UserError, match=f"--resume {resume}: no checkpoint there, or one without manifest"):
         resolve_resume(resume, own)
 

@@ -81,6 +81,6 @@ TP_IN_FP8 = TP | {"batch_size": 2, "mixed_precision": "fp8", "moment_dtype": "fp
         (8.0, 2, 90e9, TP_IN_FP8, "fsdp_full"),
     ],
 )
-def test_the_mode_of_other_settings(billions, gpus, free, settings, mode):
+def test_the_fastest_mode_with_other_settings(billions, gpus, free, settings, mode):
     settings = {"batch_size": 1, "shape": billions in SHAPES} | settings
     assert choose_mode(setup_of(billions, "ddp", gpus, **settings), free)[0] == mode
