@@ -20,7 +20,6 @@ from fp8_suite.te_models.lora.merge import Adapters, gather_adapters, merged, pe
 from fp8_suite.te_models.quantized.forms import FORMS, Quantizer
 from fp8_suite.te_models.spec import base_tensors
 from fp8_suite.training.assembly import Assembly
-from fp8_suite.training.checkpoint.run_folder import train_losses
 from fp8_suite.training.checkpoint.settings import EXPORT_FOLDERS
 from fp8_suite.training.export.generate import generate_answers, generation_config, tokenizer_round_trips
 from fp8_suite.training.export.loss import load_export, model_loss
@@ -36,7 +35,7 @@ from fp8_suite.training.precision.precision_map import bf16_linears, inner_autoc
 from fp8_suite.training.prepare import PreparedRun
 from fp8_suite.training.step import evaluate
 from fp8_suite.training.tracking.metrics import summary_name, tail_mean
-from fp8_suite.training.tracking.tracker import amend_summary
+from fp8_suite.training.tracking.tracker import amend_summary, train_losses
 from fp8_suite.training.trainer import Trainer
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -17,6 +15,7 @@ from fp8_suite.core.readers import UnreadableFile, read_json, read_record
 from fp8_suite.training.config import SECTIONS, Config, all_settings, settings_path
 from fp8_suite.training.parallel.settings import AXES, ONLY_WITH, recorded_data_ranks
 from fp8_suite.training.tracking.metrics import METRICS, RATES, WALL_RATES, summary_name, tail_mean
+from fp8_suite.training.tracking.tracker import read_lines
 
 Series = list[tuple[int, float]]  # (optimizer step, value)
 
@@ -239,9 +238,5 @@ def read_values(path: Path) -> dict[str, Any]:
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl, without the partial last line of a running or killed run."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            numbers = with_numbers(json.loads(line))
-            records.append({k: value for k, value in numbers.items() if isinstance(value, int | float)})
-    return records
+    records = (with_numbers(record) for _, record in read_lines(path))
+    return [{k: v for k, v in record.items() if isinstance(v, int | float)} for record in records]

@@ -15,7 +15,6 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting
 from fp8_suite.core.files import explaining_write_errors, write_json, write_remedy
-from fp8_suite.core.readers import parse_json
 from fp8_suite.training.checkpoint.resume import check_folder
 from fp8_suite.training.checkpoint.settings import parse_save_interval
 from fp8_suite.training.config import Config
@@ -107,11 +106,3 @@ def write_config(cfg: Config, folder: Path) -> None:
     """Write settings.json with --output_dir set, so that `--config settings.json` resumes the run."""
     with explaining_write_errors(folder / "settings.json"):
         write_json(folder / "settings.json", cfg.to_dict() | {"output_dir": str(folder)})
-
-
-def train_losses(folder: Path) -> list[float]:
-    """Return the finite training losses logged so far, over all launches."""
-    log = folder / "metrics.jsonl"
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    losses = (parse_json(line).get("train/loss") for line in lines)
-    return [loss for loss in losses if isinstance(loss, float)]

@@ -133,13 +133,19 @@ def amend_summary(run_folder: Path, values: dict[str, Any]) -> None:
         replace_file(path, to_json(read_record(path) | values, indent=2) + b"\n")
 
 
+def train_losses(run_folder: Path) -> list[float]:
+    """Return the finite training losses logged so far, over all launches."""
+    losses = (record.get("train/loss") for _, record in read_lines(run_folder / "metrics.jsonl"))
+    return [loss for loss in losses if isinstance(loss, float)]
+
+
 def _discard_after(path: Path, step: int, *, evaluation: bool) -> None:
     """Move lines after `step` to metrics.discarded.jsonl; with `evaluation` also the eval of `step`.
 
     They are copied before they are removed, so that a kill loses none.
     """
     kept, discarded = [], []
-    for line, record in _complete_lines(path):
+    for line, record in read_lines(path):
         repeated = evaluation and record["step"] == step and "eval/loss" in record
         (discarded if repeated or record["step"] > step else kept).append(line)
     if discarded:
@@ -149,10 +155,13 @@ def _discard_after(path: Path, step: int, *, evaluation: bool) -> None:
         replace_file(path, content)
 
 
-def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return (line, record) pairs. Skip others, such as those cut by a killed process or a full disk."""
+def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Return (line, record) pairs of a metrics.jsonl, [] without one.
+
+    Skips other lines, such as those cut by a killed process or a full disk.
+    """
     complete = []
-    for line in path.read_bytes().splitlines():
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(ValueError):
             record = parse_json(line)
             if isinstance(record, dict) and isinstance(record.get("step"), int):
