@@ -83,9 +83,8 @@ class Encoder:
         if chat:
             self._probe(system)
         elif tokenizer.eos_token_id is None:
-            raise bad_setting(
-                "has no end-of-text token, which plain text needs", tokenizer_name=tokenizer.name_or_path
-            )
+            reason = "has no end-of-text token, which plain text needs"
+            raise bad_setting(reason, tokenizer_name=tokenizer.name_or_path)
 
     def _restarts_after(self, token: str) -> bool:
         joined, alone = (encoding.ids for encoding in self.tokenize([f"{token}b", "b"]))
@@ -95,20 +94,16 @@ class Encoder:
         """Set `turn_end` and `renders_tools` from a conversation that every template must accept."""
         name = self.tokenizer.name_or_path
         if self.tokenizer.chat_template is None:
-            raise bad_setting(
-                "has no chat template, and no built-in template matches it; use the tokenizer of the model's "
-                "chat version, or train on plain text (--dataset_text_field)",
-                tokenizer_name=name,
-            )
+            way_out = "use that of the model's chat version, or train on plain text (--dataset_text_field)"
+            raise bad_setting(f"has no chat template, nor is one built in; {way_out}", tokenizer_name=name)
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         chat = [{"role": "system", "content": system}, *chat] if system else chat
         try:
             samples, _ = self.renderer.samples(chat)
         except TemplateError as error:
             way_out = "try --system_prompt ''" if system else "use another tokenizer"
-            raise bad_setting(
-                f"its chat template refuses: {first_line(error).rstrip('.')}; {way_out}", tokenizer_name=name
-            ) from error
+            reason = f"its chat template refuses: {first_line(error).rstrip('.')}; {way_out}"
+            raise bad_setting(reason, tokenizer_name=name) from error
         with suppress(TemplateError):
             self.renders_tools = self.renderer.render(chat, [TOOL]) != self.renderer.render(chat)
         (answer, _), (tail, _) = samples[-1][-2:]

@@ -105,13 +105,10 @@ class Loader:
         if "samples" in changed:
             changed["samples"] = DATA_FLAGS
         if changed:
-            raise UserError(
-                "the checkpoint's data position is not valid for this run, because of changes in "
-                f"{', '.join(changed.values())}; undo them, or start a new run with --resume none and "
-                "another --output_dir",
-                flags=["resume", *changed],
-                exit_code=EXIT_BAD_SETTING,
-            )
+            reason = "the checkpoint's data position is not valid for this run, because of changes in "
+            way_out = "undo them, or start a new run with --resume none and another --output_dir"
+            message, flags = f"{reason}{', '.join(changed.values())}; {way_out}", ["resume", *changed]
+            raise UserError(message, flags=flags, exit_code=EXIT_BAD_SETTING)
         self.state, self.next_epoch = LoaderState(state["epoch"], state["position"]), None
 
 

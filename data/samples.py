@@ -172,11 +172,9 @@ class Split:
     def _check_vocabulary(self, tokens: Dataset) -> None:
         top = tokens.data.column("max_id").to_numpy().max(initial=0)
         if top >= self.vocab_size:
-            raise bad_setting(
-                f"token id {top} exceeds the vocabulary of --model_name ({self.vocab_size} tokens); use the "
-                "model's own tokenizer",
-                tokenizer_name=self.encoder.tokenizer.name_or_path,
-            )
+            reason = f"token id {top} exceeds the vocabulary of --model_name ({self.vocab_size} tokens)"
+            name = self.encoder.tokenizer.name_or_path
+            raise bad_setting(f"{reason}; use the model's own tokenizer", tokenizer_name=name)
 
     def select(self, tokens: Dataset, keep: np.ndarray, numbers: np.ndarray) -> Selection:
         """Return the usable samples of the rows in `keep`.

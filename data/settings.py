@@ -72,8 +72,5 @@ class DataConfig(Section):
         """Raise UserError if a sequence may be longer than the model's `positions` (None: no limit)."""
         length = self.max_seq_length
         if positions is not None and length > positions:
-            reason = (
-                f"the model has only {positions} positions; lower --max_seq_length, or give a folder with a "
-                "larger max_position_embeddings in its config.json"
-            )
-            raise bad_setting(reason, max_seq_length=length)
+            way_out = "lower it, or give a folder with a larger max_position_embeddings in its config.json"
+            raise bad_setting(f"the model has only {positions} positions; {way_out}", max_seq_length=length)

@@ -93,10 +93,7 @@ class StepGuard:
             reason = "values exceed FP16's 65,504 even without a loss scale"
             advice = f"{reason}: lower --learning_rate, or use --mixed_precision bf16"
         elif self.progress.skipped_steps == step:
-            advice = (
-                "no step was ever applied: the weights of --model_name may be damaged; if not, try "
-                "--mixed_precision bf16"
-            )
+            advice = "no step was applied: weights of --model_name may be damaged; try --mixed_precision bf16"
         where = f"or look at the data near step {step}"
         return self._error(f"{in_a_row} steps in a row had no {lack}; {advice}, {where}")
 

@@ -91,11 +91,9 @@ def check_before_start(runs: list[VariantRun]) -> None:
     batch = global_batch(*with_data_ranks(reference.cfg, reference.gpus))
     for run in runs:
         if (size := global_batch(*with_data_ranks(run.cfg, run.gpus))) != batch:
-            raise bad_input(
-                f"{run.name} and {reference.name} cannot be compared: --batch_size x "
-                f"--gradient_accumulation_steps x ranks is {size} and {batch}; choose equal products, or "
-                "--global_batch_size"
-            )
+            reason = f"--batch_size x --gradient_accumulation_steps x ranks is {size} and {batch}"
+            way_out = "choose equal products, or --global_batch_size"
+            raise bad_input(f"{run.name} and {reference.name} cannot be compared: {reason}; {way_out}")
         if (run.folder / "env.json").exists() and (ranks := read_run(run.folder).ranks) != run.gpus:
             reason = f"{run.folder} holds a run on {counted(ranks, 'GPU')}; use as many"
             raise bad_setting(f"{reason}, or another folder", gpus=run.gpus)

@@ -94,10 +94,8 @@ class Judgement:
         if not self.gaps:
             return "no pair of runs has finite losses"
         if not self.bounds:
-            return (
-                f"gap {self.mean:+.2f} % with one seed, which does not decide: recorded loss gaps vary by "
-                f"{RECORDED_SPREAD:g} % (standard deviation) between seeds"
-            )
+            spread = f"recorded loss gaps vary by {RECORDED_SPREAD:g} % (standard deviation) between seeds"
+            return f"gap {self.mean:+.2f} % with one seed, which does not decide: {spread}"
         low, high = self.bounds
         text = f"mean gap {self.mean:+.2f} % over {len(self.gaps)} seeds"
         if self.verdict == "PASS":

@@ -197,10 +197,8 @@ def storage_error(error: BaseException) -> UserError | None:
             continue
         reason = f"{origin.filename or folder}: {origin.strerror}"
         if origin.errno in DISK_FULL:
-            return UserError(
-                f"{reason}; free disk space, or set HF_DATASETS_CACHE (now {folder}) and, for downloads, "
-                f"HF_HUB_CACHE (now {HF_HUB_CACHE}) to folders with more space"
-            )
+            caches = f"HF_DATASETS_CACHE (now {folder}) and, for downloads, HF_HUB_CACHE (now {HF_HUB_CACHE})"
+            return UserError(f"{reason}; free disk space, or set {caches} to folders with more space")
         path = Path(str(origin.filename))  # of the folders to create, the first fails
         if origin.errno in NOT_WRITABLE and (folder in (path, *path.parents) or path in folder.parents):
             return UserError(f"{reason}; set HF_DATASETS_CACHE to a writable folder")

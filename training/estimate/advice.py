@@ -161,9 +161,7 @@ def refuse_small_host(sizing: Sizing) -> None:
         return
     names = [n for n in ("offload_optimizer", "offload_activations") if setup.cfg.to_dict()[n]]
     flags = dict.fromkeys(names, True) or {"sharding_mode": setup.mode}
-    raise bad_setting(
-        f"needs {offloaded_bytes(setup) / 1e9:.0f} GB of host memory per node, which has "
-        f"{host_capacity(setup) / 1e9:.0f} GB beside what its processes need; drop it, or use --moment_dtype "
-        "fp8, --recompute full, more sharding or more nodes",
-        **flags,
-    )
+    needed, room = (f"{size / 1e9:.0f} GB" for size in (offloaded_bytes(setup), host_capacity(setup)))
+    reason = f"needs {needed} of host memory per node, which has {room} beside what its processes need"
+    way_out = "drop it, or use --moment_dtype fp8, --recompute full, more sharding or more nodes"
+    raise bad_setting(f"{reason}; {way_out}", **flags)

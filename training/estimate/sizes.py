@@ -96,10 +96,8 @@ def _allowed_by_ramp(cfg: Config, ranks: int) -> list[int]:
         return shared
     if allowed := [size for size in shared if size * ranks * accumulation == totals[-1]]:
         return allowed
-    raise bad_setting(
-        f"--batch_ramp {cfg.optim.batch_ramp} sets the accumulation; drop it",
-        gradient_accumulation_steps=accumulation,
-    )
+    reason = f"--batch_ramp {cfg.optim.batch_ramp} sets the accumulation; drop it"
+    raise bad_setting(reason, gradient_accumulation_steps=accumulation)
 
 
 def with_sizes(cfg: Config, ranks: int, batch: int | None = None, recompute: str = "none") -> Config:
@@ -122,11 +120,8 @@ def check_number_of_ranks(cfg: Config, ranks: int) -> None:
     if ranks > 1 and cfg.precision.fp8_weights and not cfg.lora.enabled:
         raise bad_setting(f"only on one GPU, here {counted(ranks, 'rank')}; drop it", fp8_weights=True)
     if ranks == 1 and cfg.sharding.grad_reduce_dtype == "fp8":
-        raise bad_setting(
-            "one device exchanges no gradients; use bf16, the dtype of its sums over micro-batches, also to "
-            "resume a run of several devices",
-            grad_reduce_dtype="fp8",
-        )
+        reason = "one device exchanges no gradients; use bf16, also to resume a run of several devices"
+        raise bad_setting(reason, grad_reduce_dtype="fp8")
 
 
 # The choice

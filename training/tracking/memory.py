@@ -35,7 +35,6 @@ class GpuMemory:
         if before is None or flushes <= before or self.has_warned:
             return None
         self.has_warned = True
-        return (
-            f"WARNING: GPU memory is full: torch flushed its cache {flushes - before:.0f} times since "
-            "the last log, and the GPU waits for each flush; use a smaller --batch_size, or recompute more"
-        )
+        flushed = f"torch flushed its cache {flushes - before:.0f} times since the last log"
+        way_out = "the GPU waits for each flush; use a smaller --batch_size, or recompute more"
+        return f"WARNING: GPU memory is full: {flushed}, and {way_out}"
