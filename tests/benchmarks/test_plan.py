@@ -215,7 +215,6 @@ def test_days_and_cost_include_saves_on_request():
 @pytest.mark.parametrize(
     ("flags", "way"),
     [
-        (f"{AUTO} --max_seq_length 131072 --gpus 1", "--moment_dtype fp8"),
         ("--batch_size 1 --gpus 8 --sharding_mode hsdp --gpu H100 --hsdp_shard_size 1", "fsdp_full"),
         (f"{AUTO} --global_batch_size 512 --gpus 1 --gpu H100 --moment_dtype fp8", "--offload_opt"),  # faster
     ],

