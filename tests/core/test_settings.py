@@ -190,6 +190,13 @@ def test_an_error_in_a_file_names_the_file(tmp_path, text, message):
     assert error.value.exit_code == EXIT_BAD_SETTING
 
 
+def test_settings_json_gives_the_same_config(tmp_path):
+    cfg = parse("--use_te", "--eval_split", "test", "--warmup_ratio", "0.1", "--no_export")
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(cfg.to_dict(), indent="\t"))
+    assert parse("--config", str(path)) == config.config_from_dict(json.loads(path.read_text())) == cfg
+
+
 def test_what_a_run_chooses_at_its_start_is_open_until_then(tmp_path):
     assert parse().optim.gradient_accumulation_steps == 1
     for flags in ("--batch_size auto", "--global_batch_size 24"):
