@@ -75,6 +75,16 @@ def test_a_state_that_a_gpu_cannot_hold_is_refused(mode):
     assert advice.way_out(unpredicted) == "use --moment_dtype fp8 (8.0 GB)", "only the state is known"
 
 
+def test_values_of_auto_that_do_not_fit_are_refused_with_numbers():
+    sizing = sized(113, **AUTO, global_batch_size=1)
+    with pytest.raises(UserError, match=r"even with 1 x 8192 tokens and --recompute full a step is") as error:
+        advice.refuse_misfit(sizing)
+    assert error.value.exit_code == EXIT_BAD_SETTING and error.value.flags == {"batch_size", "recompute"}
+    excess = f"{sizing.needed / 1e9:.1f} of 113.0 GB, {sizing.needed / 1e9 - 111:.1f} GB too much;"
+    assert excess in str(error.value)
+    assert followed(sizing, str(error.value)).fits
+
+
 def test_given_sizes_are_warned_about_not_refused():
     clearly, slightly = sized(130, batch_size=8), sized(140, batch_size=1)
     advice.refuse_misfit(clearly)
