@@ -48,7 +48,7 @@ def draw_all(runs: list[RunRecord], results: list[Result]) -> dict[str, Drawn]:
     """Draw everything that the runs logged; return the figures by file name without suffix."""
     drawn = {}
     if results:
-        caption = "Gap of the training loss over the last 10 % of steps. Lines: its one-sided 95 % bounds."
+        caption = "Mean gap of the training loss in the last 10 % of steps. Lines: its one-sided 95 % bounds."
         drawn["overview"] = Drawn("overview", caption, draw_overview(results))
         caption = "Gap of the smoothed training loss to the baseline's. The axis may clip start and spikes."
         drawn["gap"] = Drawn("gap", caption, draw_gap(runs, results))

@@ -238,7 +238,7 @@ def judge_runs(runs: list[RunRecord], reference: RunRecord) -> Verdict:
         pairs = pairs or [by_seed[first.setting("seed")]]
         run, baseline = pairs[0]
         results.append(judge_pairs(pairs, MAX_LOSS_GAP, names[run], names[baseline]))
-    notes = [f"{line.name}, {line.loss}: {line.judgement.describe()}" for line in lines_of(results)]
+    notes = [f"{line.result.name}, {line.loss}: {line.judgement.describe()}" for line in lines_of(results)]
     return Verdict(reference, results, answer(with_seeds(results)), notes, left_out)
 
 
@@ -250,30 +250,28 @@ def with_seeds(results: list[Result]) -> list[Result]:
 class Line(NamedTuple):
     """Verdict on one loss or measure of one result."""
 
-    name: str
-    baseline: str
+    result: Result
     loss: str
     judgement: Judgement
-    speedup: float | None
     settings: str | None  # differing settings other than precision
 
 
 LINES: Columns = {
-    "variant": (lambda line: line.name, "{}"),
-    "baseline": (lambda line: line.baseline, "{}"),
+    "variant": (lambda line: line.result.name, "{}"),
+    "baseline": (lambda line: line.result.baseline_name, "{}"),
     "loss": (lambda line: line.loss, "{}"),
     "verdict": (lambda line: line.judgement.verdict, "{}"),
     "mean gap": (lambda line: line.judgement.mean, "{:+.2f} %"),
     "95 % bounds": (lambda line: line.judgement.bounds, "{0[0]:+.2f} to {0[1]:+.2f} %"),
     "seeds": (lambda line: len(line.judgement.gaps), "{}"),
-    "speed": (lambda line: line.speedup, "{:.2f}x"),
+    "speed": (lambda line: line.result.speedup, "{:.2f}x"),
     "differing settings other than precision": (lambda line: line.settings, "{}"),
 }
 
 
 def lines_of(results: Iterable[Result]) -> list[Line]:
     return [
-        Line(result.name, result.baseline_name, loss, judgement, result.speedup, settings)
+        Line(result, loss, judgement, settings)
         for result in results
         for settings in [", ".join(gaps.other_settings(result.run, result.baseline)) or None]
         for loss, judgement in result.judgements.items()

@@ -177,9 +177,8 @@ def provenance(run: RunRecord, *, date: bool = True) -> str:
     parts += [str(environment.get("date", "no date"))[:10]] if date else []
     parts += [f"{name} {versions[name]}" for name in PACKAGES if versions.get(name)]
     if git:
-        parts.append(
-            f"commit {str(git.get('commit'))[:12]}{' with uncommitted changes' if git.get('dirty') else ''}"
-        )
+        changes = " with uncommitted changes" if git.get("dirty") else ""
+        parts.append(f"commit {str(git.get('commit'))[:12]}{changes}")
     return ", ".join(parts)
 
 

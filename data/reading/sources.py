@@ -164,9 +164,8 @@ def choose_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> str:
     if split in known:
         return split
     if split == DataConfig().split_name and len(known) == 1 and known != [cfg.eval_split]:
-        logger.warning(
-            "--split_name %s: no such split in %s; using its only split, %s", split, cfg.dataset_name, *known
-        )
+        message = "--split_name %s: no such split in %s; using its only split, %s"
+        logger.warning(message, split, cfg.dataset_name, *known)
         return known[0]
     flag = "eval_split" if split == cfg.eval_split else "split_name"
     reason = f"no such split in --dataset_name {cfg.dataset_name}; it has {', '.join(known)}"

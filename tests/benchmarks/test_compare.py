@@ -261,7 +261,7 @@ def test_each_variant_s_baseline_has_its_layers_if_possible(tmp_path, variants, 
     by_name = {run.name: run.baseline for run in planned}
     assert [by_name[name] for name in variants.split(",")] == baselines and planned[0].baseline is None
     lines = lines_of(judged(planned).results)
-    assert {line.name for line in lines if line.settings == "use_te"} == other_layers
+    assert {line.result.name for line in lines if line.settings == "use_te"} == other_layers
 
 
 @pytest.mark.parametrize(

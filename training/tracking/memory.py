@@ -36,5 +36,5 @@ class GpuMemory:
             return None
         self.has_warned = True
         flushed = f"torch flushed its cache {flushes - before:.0f} times since the last log"
-        way_out = "the GPU waits for each flush; use a smaller --batch_size, or recompute more"
-        return f"WARNING: GPU memory is full: {flushed}, and {way_out}"
+        way_out = "use a smaller --batch_size, or recompute more"
+        return f"WARNING: GPU memory is full: {flushed}, and the GPU waits for each flush; {way_out}"
