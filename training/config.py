@@ -293,12 +293,24 @@ def parse_config(argv: list[str], *, prog: str, description: str) -> Config:
     flags = vars(build_parser(prog, description).parse_args(argv))
     path = flags.pop("config")
     in_file = load_config_file(path) if path else {}
+    if path and "output_dir" not in flags:
+        _refuse_other_folder(Path(path), in_file.get("output_dir"))
     try:
         return config_from_dict(in_file | flags)
     except UserError as error:
         if error.flags & (in_file.keys() - flags.keys()):
             raise bad_setting(str(error), config=path) from None
         raise
+
+
+def _refuse_other_folder(path: Path, output_dir: str | None) -> None:
+    """Raise UserError for settings of a run that was moved: it would start anew in its old `output_dir`."""
+    folder = path.expanduser().parent
+    if path != settings_path(path.parent) or not output_dir or not (folder / "metrics.jsonl").exists():
+        return
+    if Path(output_dir).expanduser().resolve() != folder.resolve():
+        way_out = f"add --output_dir {folder} to continue its run, or another folder for a new one"
+        raise bad_setting(f"is for --output_dir {output_dir}, but lies in {folder}; {way_out}", config=path)
 
 
 def settings_path(folder: Path) -> Path:

@@ -238,6 +238,14 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
     assert result["stderr"] == pytest.approx(math.sqrt(accuracy * (1 - accuracy) / 4))
 
 
+def test_exports_of_a_run_on_a_stream_are_found(run, tmp_path):
+    copied = shutil.copytree(run, tmp_path / "run")
+    settings = json.loads((copied / "settings.json").read_text()) | {"streaming": True, "max_steps": 10}
+    (copied / "settings.json").write_text(json.dumps(settings))
+    targets = find_targets([str(copied)], {})
+    assert targets and all(target.cfg.data.streaming for target in targets)
+
+
 @pytest.mark.parametrize(
     ("argv", "error"),
     [

@@ -184,6 +184,9 @@ def test_padding_on_either_side_changes_no_token(side):
         ids[row, part], mask[row, part] = torch.arange(3, 3 + length), 1
     output, expected = (m(input_ids=ids, attention_mask=mask).logits for m in (model, source))
     torch.testing.assert_close(output[mask == 1], expected[mask == 1], atol=1e-4, rtol=1e-4)
+    mask[1, 6] = 0
+    with pytest.raises(ValueError, match="zeros between tokens"):
+        model(input_ids=ids, attention_mask=mask.bool())
 
 
 def test_packed_sequences_do_not_see_each_other_and_odd_widths_are_padded_for_fp8():
@@ -213,8 +216,12 @@ def test_what_te_layers_do_not_compute_is_refused():
     windowed = te_models.convert(hugging_face("mistral", sliding_window=6), recipe="fp32")
     with pytest.raises(UserError, match="sliding window"):
         windowed(input_ids=ids)
-    for recipe in ("delayd", "nvfp4"):
-        with pytest.raises(UserError):
+    for recipe, reason in (
+        ("delayd", "choose from delayed, .*, fp32"),
+        ("rowwise", "choose from"),
+        ("nvfp4", ""),
+    ):
+        with pytest.raises(UserError, match=reason):
             te_models.convert(hugging_face(), recipe=recipe, backend="emulated")
     for recipe, dtype in (("fp32", torch.bfloat16), ("bf16", torch.float16)):
         with pytest.raises(UserError, match="weights are torch"):

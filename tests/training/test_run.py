@@ -27,6 +27,7 @@ from fp8_suite.core.errors import (
     EXIT_IN_USE,
     EXIT_INTERRUPTED,
     EXIT_OUT_OF_MEMORY,
+    UserError,
 )
 from fp8_suite.data.chat import Encoder
 from fp8_suite.te_models import build
@@ -78,6 +79,13 @@ def finished(tmp_path_factory) -> Path:
 @pytest.fixture
 def copied(finished, tmp_path) -> Path:
     return shutil.copytree(finished, tmp_path / "copied")
+
+
+def test_settings_of_a_moved_run_do_not_start_it_anew_in_its_old_folder(copied):
+    flags = ["--config", str(copied / "settings.json")]
+    with pytest.raises(UserError, match=f"add --output_dir {copied} to continue"):
+        parse_config(flags, prog="p", description="d")
+    assert parse_config([*flags, "--output_dir", str(copied)], prog="p", description="d").optim.max_steps == 8
 
 
 # Records and exports

@@ -20,9 +20,10 @@ class DamagedCheckpoint(UserError):
     """A checkpoint is incomplete or corrupt."""
 
 
-def damaged(reason: str) -> DamagedCheckpoint:
-    message = f"{reason}; resume from another checkpoint, such as --resume RUN/checkpoints/step_000500"
-    return DamagedCheckpoint(message, flags=("resume",), exit_code=EXIT_BAD_SETTING)
+def damaged(folder: Path, reason: str) -> DamagedCheckpoint:
+    others = sorted(p.parent for p in folder.parent.glob(f"step_*/{MANIFEST}") if p.parent != folder)
+    way_out = f"resume from another checkpoint: --resume {others[-1]}" if others else "no other is beside it"
+    return DamagedCheckpoint(f"{reason}; {way_out}", flags=("resume",), exit_code=EXIT_BAD_SETTING)
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, dict]:
@@ -53,9 +54,9 @@ def read_manifest(folder: Path) -> dict:
     try:
         outer = read_json(path)
     except UnreadableFile as error:
-        raise damaged(f"{error}, so the checkpoint is incomplete or damaged") from None
+        raise damaged(folder, f"{error}, so the checkpoint is incomplete or damaged") from None
     if outer.get("xxh3_128") != _checksum(outer.get("manifest")):
-        raise damaged(f"{path}: does not match its checksum")
+        raise damaged(folder, f"{path}: does not match its checksum")
     return outer["manifest"]
 
 
@@ -68,15 +69,15 @@ def verify(folder: Path, names: Iterable[str] | None = None) -> dict:
     files = manifest["files"]
     for path in folder.glob("*.safetensors"):  # torch's reader opens all of them
         if path.name not in files:
-            raise damaged(f"{path}: not in {MANIFEST}, so it is not part of this checkpoint")
+            raise damaged(folder, f"{path}: not in {MANIFEST}, so it is not part of this checkpoint")
     try:
         for name, digest in files.items():
             if (size := (folder / name).stat().st_size) != digest["size"]:
-                raise damaged(f"{folder / name}: has {size:,} of {digest['size']:,} bytes")
+                raise damaged(folder, f"{folder / name}: has {size:,} of {digest['size']:,} bytes")
         actual = digests(folder, sorted(names or files))
     except OSError as error:
-        raise damaged(f"{error.filename}: {error.strerror}") from None
+        raise damaged(folder, f"{error.filename}: {error.strerror}") from None
     for name, digest in actual.items():
         if digest != files[name]:
-            raise damaged(f"{folder / name}: does not match its checksum")
+            raise damaged(folder, f"{folder / name}: does not match its checksum")
     return manifest

@@ -97,7 +97,7 @@ class Reader(dcp.HuggingFaceStorageReader):
         finally:
             os.close(descriptor)
         if {"size": position, "xxh3_128": checksum.hexdigest()} != self.digests[name]:
-            raise damaged(f"{path}: does not match its checksum")
+            raise damaged(path.parent, f"{path}: does not match its checksum")
         return rest
 
 

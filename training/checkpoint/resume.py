@@ -177,7 +177,7 @@ def check_resume(
         meta["config"], cfg, saved_ranks, world_size, restarts=not point.same_run
     )
     if meta["recipe"] != recipe:
-        refused["fp8_scenario"] = (meta["recipe"], recipe)
+        refused |= {} if "mixed_precision" in refused else {"fp8_scenario": (meta["recipe"], recipe)}
     elif "fp8_scenario" in refused:  # `default` and the recipe that it stands for
         allowed["fp8_scenario"] = refused.pop("fp8_scenario")
     # An evaluation has no position to compare, and of a stream only the first rows are compared.

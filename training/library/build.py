@@ -68,6 +68,8 @@ def _build(
     spec: ModelSpec, recipe: str, dtype: torch.dtype, backend: str, *, load_weights: bool, seed: int = 0
 ) -> TEForCausalLM:
     """Build the model on this process's GPU, or emulated on the CPU, in evaluation mode."""
+    if recipe not in (known := (*TE_RECIPES, "bf16", "fp32")):
+        raise UserError(f"recipe {recipe!r}: choose from {', '.join(known)}")
     fp8 = {"mixed_precision": "fp8", "fp8_scenario": recipe, "fp8_fallback": "error"}
     settings = {"use_te": True, "te_backend": backend, **({} if recipe in ("bf16", "fp32") else fp8)}
     precision = resolve_precision(config_from_dict(settings))

@@ -28,7 +28,8 @@ def decoder_inputs(
     """Return the inputs of `TECausalLM.hidden_states`, rows padded to a multiple of `multiple` tokens.
 
     `attention_mask` [B, S] masks padding on either side; `position_ids` [B, S] restart with each packed
-    sequence. TypeError for other arguments that are neither None nor False.
+    sequence. ValueError for zeros between a row's tokens, TypeError for other arguments that are neither None
+    nor False.
     """
     known = WITHOUT_EFFECT if position_ids is None else WITHOUT_EFFECT | BOUNDARIES
     for name, value in arguments.items():
@@ -39,7 +40,10 @@ def decoder_inputs(
     starts[:, 0] = True
     if attention_mask is not None:
         # Only padding before a sequence is separated from it: attention is causal.
-        starts[:, 1:] |= attention_mask.int().diff() > 0
+        mask = attention_mask.int()
+        starts[:, 1:] |= mask.diff() > 0
+        if (starts.sum(1) > 2 - mask[:, 0]).any():
+            raise ValueError("attention_mask: zeros between tokens of a row; pad before or after all of them")
     if position_ids is not None:
         starts[:, 1:] |= position_ids.diff() != 1
     padding = -input_ids.shape[1] % multiple

@@ -151,6 +151,9 @@ class TEForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         return self.model.decoder.lm_head
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        raise NotImplementedError("resize transformers' model, then convert it to TE layers")
+
     def save_pretrained(self, save_directory: Any, *, state_dict: dict | None = None, **options: Any) -> None:
         """Save the weights as transformers' model of this configuration.
 

@@ -222,7 +222,7 @@ def test_damage_is_named(tmp_path, kind):
         with pytest.raises(DamagedCheckpoint, match=reason) as caught:
             use(path)
         assert caught.value.exit_code == EXIT_BAD_SETTING
-        assert str(path) in str(caught.value) and "--resume" in str(caught.value)
+        assert str(path) in str(caught.value) and f"--resume {tmp_path}/step_000003" in str(caught.value)
     assert holds(checkpoints, tmp_path / "step_000003", 3)
 
 
