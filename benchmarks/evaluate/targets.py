@@ -67,8 +67,8 @@ def _exports(run: Path, given: dict[str, Any]) -> list[Target]:
     if not exports:
         way = f"python train_fp8.py --config {run}/settings.json --output_dir {run} --export"
         raise bad_input(f"{run}: has no export; make it: {way}")
-    names = [name for name in table if table[name].section == "data"] + ["seed", "trust_remote_code"]
-    steps = {"max_steps": 1}  # with which the rules accept a stream
-    cfg = config_from_dict({name: record.setting(name) for name in names} | steps | given)
+    names = [name for name in table if table[name].section == "data"]
+    names += ["seed", "trust_remote_code", "max_steps"]  # a stream needs max_steps
+    cfg = config_from_dict({name: record.setting(name) for name in names} | given)
     held_out = not OTHER_ROWS & given.keys()
     return [Target(str(export), cfg, held_out, run, export.name) for export in exports]

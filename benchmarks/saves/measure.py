@@ -25,8 +25,8 @@ from fp8_suite.benchmarks.records.table import ENVIRONMENT, RECORD
 from fp8_suite.benchmarks.report.tables import make_table, markdown, provenance
 from fp8_suite.benchmarks.saves.disk import disk_rates
 from fp8_suite.core.files import write_json
-from fp8_suite.training.checkpoint.index import step_name
-from fp8_suite.training.checkpoint.manifest import MANIFEST, THREADS
+from fp8_suite.training.checkpoint.index import MANIFEST, step_name
+from fp8_suite.training.checkpoint.manifest import THREADS
 from fp8_suite.training.checkpoint.saver import CheckpointSaver
 from fp8_suite.training.checkpoint.state import RunState, weights_and_optimizer
 from fp8_suite.training.checkpoint.store import Checkpoints

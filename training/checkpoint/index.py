@@ -18,9 +18,9 @@ from pathlib import Path
 
 from fp8_suite.core.files import explaining_write_errors, hidden, recover, write_json
 from fp8_suite.core.readers import read_json
-from fp8_suite.training.checkpoint.manifest import MANIFEST
 
 INDEX = "index.json"
+MANIFEST = "manifest.json"  # written last, so a folder with it is a complete checkpoint
 STEP = re.compile(r"step_(\d{6,})")
 
 

@@ -11,8 +11,8 @@ import xxhash
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.files import write_json
 from fp8_suite.core.readers import UnreadableFile, read_json
+from fp8_suite.training.checkpoint.index import MANIFEST, step_folders
 
-MANIFEST = "manifest.json"
 THREADS = 4  # per rank; reading, writing and hashing all release the GIL
 
 
@@ -21,8 +21,8 @@ class DamagedCheckpoint(UserError):
 
 
 def damaged(folder: Path, reason: str) -> DamagedCheckpoint:
-    others = sorted(p.parent for p in folder.parent.glob(f"step_*/{MANIFEST}") if p.parent != folder)
-    way_out = f"resume from another checkpoint: --resume {others[-1]}" if others else "no other is beside it"
+    others = {step: path for step, path in step_folders(folder.parent).items() if path != folder}
+    way_out = f"resume from another: --resume {others[max(others)]}" if others else "no other is beside it"
     return DamagedCheckpoint(f"{reason}; {way_out}", flags=("resume",), exit_code=EXIT_BAD_SETTING)
 
 

@@ -20,8 +20,8 @@ from typing import Any
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.readers import read_record
 from fp8_suite.training.checkpoint import index
-from fp8_suite.training.checkpoint.index import Index, step_of
-from fp8_suite.training.checkpoint.manifest import MANIFEST, read_manifest
+from fp8_suite.training.checkpoint.index import MANIFEST, Index, step_of
+from fp8_suite.training.checkpoint.manifest import read_manifest
 from fp8_suite.training.checkpoint.settings import EXPORT_FOLDERS
 from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.config import (
@@ -177,7 +177,8 @@ def check_resume(
         meta["config"], cfg, saved_ranks, world_size, restarts=not point.same_run
     )
     if meta["recipe"] != recipe:
-        refused |= {} if "mixed_precision" in refused else {"fp8_scenario": (meta["recipe"], recipe)}
+        if "mixed_precision" not in refused:
+            refused["fp8_scenario"] = (meta["recipe"], recipe)
     elif "fp8_scenario" in refused:  # `default` and the recipe that it stands for
         allowed["fp8_scenario"] = refused.pop("fp8_scenario")
     # An evaluation has no position to compare, and of a stream only the first rows are compared.

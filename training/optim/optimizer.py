@@ -77,9 +77,7 @@ class OptimizerSpec:
         return f"{name}, {weights}, {formats} moments{', offloaded' * self.offload}"
 
 
-SPREAD_AT_ONCE = (
-    2**21
-)  # elements of masters; each takes about 50 bytes meanwhile, when gradients leave little room
+SPREAD_AT_ONCE = 2**21  # masters; each takes about 50 bytes meanwhile, beside gradients if offloaded
 MASTER_NONE_WARNING = (
     "WARNING: --master_weights none keeps weights in BF16 only: BF16 spacing near 0.02 is 6e-5, so updates "
     "with a small learning rate are lost (1B from random weights, 250 steps at 1e-5: loss 6.64, with "
